@@ -3,7 +3,8 @@
 #   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
 #   make test                           the same environment, then the tests
 #   make paper-trial                    every row of every table and figure of the paper with a small network (for the night)
-#   make nightly                        nvcc's PTX on the CPU with more cases, in two ways of lanes, and with faults that must be seen
+#   make mutants                        small changes to methods and losses, by mutmut: prints those that no test of them notices
+#   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, in two ways of lanes, and with faults
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
@@ -26,7 +27,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
-.PHONY: train test paper-trial nightly lint clean
+.PHONY: train test paper-trial mutants nightly lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/package.stamp
@@ -44,9 +45,15 @@ PAPER_STREAM ?= --stream digits --set rotations=1
 paper-trial: $(VENV)/package.stamp
 	$(VENV)/bin/mose-fast paper all $(PAPER_STREAM) --width 8 --limit-per-task 20 --device cpu --seeds 0 --out runs/paper-trial $(ARGS)
 
+# One mutant a second; about 3,500. MUTANTS="mose_fast.methods.er.*" chooses some; to see one: .venv/bin/mutmut show NAME
+MUTANTS ?=
+mutants: $(VENV)/mutants.stamp
+	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run --max-children $(WORKERS) $(MUTANTS)
+	@echo "no test noticed these (mutmut show NAME):"; $(VENV)/bin/mutmut results | grep -E ': (survived|no tests|timeout)' || echo "none"
+
 # The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no card.
 PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
-nightly: $(VENV)/bin/python
+nightly: mutants
 	$(VENV)/bin/python $(PTX_ON_CPU) .
 	$(VENV)/bin/python $(PTX_ON_CPU) . --faults
 
@@ -56,7 +63,7 @@ lint: $(VENV)/test.stamp
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files csrc tests/cpp | grep -E '\.(h|cpp|cu|cuh)$$')
 
 clean:
-	rm -rf $(VENV) build *.egg-info mose_fast/_C.*.so mose_fast/_build.json
+	rm -rf $(VENV) build mutants *.egg-info mose_fast/_C.*.so mose_fast/_build.json
 
 $(VENV)/bin/python:
 	@python=$(PYTHON); \
@@ -81,4 +88,8 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(NATIVE)
 
 $(VENV)/test.stamp: $(VENV)/package.stamp
 	$(STEP) "installing what the tests need" "about 1 GB; 1 to 5 minutes" -- $(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(VENV)/mutants.stamp: $(VENV)/test.stamp
+	$(STEP) "installing mutmut" -- $(PIP) --no-build-isolation -e ".[mutants]"
 	@touch $@

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from pathlib import Path
 
 import pytest
@@ -69,32 +68,14 @@ def test_a_file_may_hold_only_what_differs(tmp_path):
     assert config == RunConfig.create("paper", memory=300, options={"temperature": 0.1})
 
 
-def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
-    values = RunConfig.create().to_dict()
-    del values["feed"], values["stream"]["decoder"]
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert RunConfig.load(tmp_path / "config.json") == RunConfig.create()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"memory": 0}, "memory is 0"),
+        ({"memory": 0}, "memory is 0; wanted an integer of at least 1"),
         ({"memory": 63}, "memory is 63, smaller than options.buffer_batch, 64"),
-        ({"memory": True}, "memory is True"),
         ({"feed": "gpu"}, "feed is 'gpu'; wanted one of 'auto', 'dali', 'fused', 'torch'"),
         ({"feed": "ocm"}, "feed is 'ocm', which is a recipe"),
-        ({"stream": {"decoder": "gpu"}}, "stream.decoder is 'gpu'; wanted one of 'auto', 'pil', 'dali'"),
-        ({"width": 1.5}, "width is 1.5"),
-        ({"epochs": 0}, "epochs is 0"),
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 2**63}, "below 2"),
-        ({"init_seed": -1}, "init_seed is -1"),
-        ({"init_seed": 2**63}, "init_seed is .*below 2"),
-        ({"precision": "fp16"}, "precision is 'fp16'; wanted one of 'auto', 'fp32', 'tf32', 'bf16'"),
-        ({"device": "gpu"}, "device is 'gpu'"),
         ({"device": "cuda:x"}, "device is 'cuda:x'"),
-        ({"train_on": "memory"}, "train_on"),
         ({"preset": "papper"}, "did you mean 'paper'"),
         ({"memroy": 5}, "memroy is not a setting; did you mean 'memory'"),
         ({"options": {"augmnet": "ocm"}}, "options.augmnet is not a setting; did you mean 'augment'"),
@@ -103,20 +84,7 @@ def test_a_configuration_written_before_there_were_feeds_is_read(tmp_path):
         ({"lr": 0.1, "options": {"lr": 0.2}}, "lr is given by itself and in options; wanted it in one of them"),
         ({"lr": -1.0}, "options.lr is -1.0; wanted a number above 0"),
         ({"method": "er", "temperature": 0.1}, "temperature is not a setting"),
-        ({"options": {"augment": "randaugment"}}, "options.augment is 'randaugment'"),
-        ({"options": {"temperature": 0}}, "options.temperature is 0"),
-        ({"options": {"temperature": float("nan")}}, "options.temperature is nan"),
-        ({"options": {"experts": 9}}, "options.experts is 9"),
-        ({"options": {"student": 5}}, "options.student is 5"),
-        ({"options": {"expert": "7"}}, "options.expert is '7'"),
-        ({"options": {"attention": 1}}, "options.attention is 1; wanted true or false"),
-        ({"options": {"inner_views": 3}}, "options.inner_views is 3"),
-        ({"options": {"beta2": 1.0}}, "options.beta2"),
         ({"options": {"cross_entropy": "off", "contrastive": "off"}}, "at least one loss"),
-        ({"options": {"per_class_cap": 0}}, "options.per_class_cap is 0"),
-        ({"stream": {"batch": 0}}, "stream.batch is 0"),
-        ({"stream": {"tasks": 2.0}}, "stream.tasks is 2.0"),
-        ({"stream": {"name": ""}}, "stream.name"),
     ],
 )
 def test_unusable_settings_are_named(settings, message):

@@ -21,35 +21,14 @@ from mose_fast.experiments import sweep as scheduler
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.tune import tuning as tuning
 from mose_fast.export import export_run
-from mose_fast.learner.named_settings import all_settings, dotted, with_changes
+from mose_fast.learner.named_settings import dotted, with_changes
 from mose_fast.memory import ReplayMemory
 from mose_fast.methods import Er, create_learner, method_names, resolve_device
 from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import from_arrays, from_batches, locate
+from tests.declared import SETTINGS, sample
 
 METHODS = method_names()
-SETTINGS = {str(s): s for method in METHODS for s in all_settings(method).values()}.values()
-TEXTS = ("0123456789abcdef", "half", "cpu", "a/folder")
-
-
-def sample(setting):
-    """A value that a setting may hold, other than None."""
-    if setting.default is not None:
-        return setting.default
-    if setting.type == "str":
-        candidates = TEXTS
-    else:
-        low = setting.low if setting.above is None else setting.above
-        candidates = [0.5] if setting.type == "float" else [max(low, 1) * setting.multiple]
-    return next(value for value in candidates if accepts(setting, value))
-
-
-def accepts(setting, value):
-    try:
-        setting.check(value)
-    except ConfigError:
-        return False
-    return True
 
 
 def disguises(value):

@@ -4,6 +4,7 @@ its answer from their roles.
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,11 +14,12 @@ import mose_fast
 from mose_fast.experiments.forecast import cost_key
 from mose_fast.experiments.grid import Grid
 from mose_fast.experiments.paper.plan import _departures
-from mose_fast.learner.named_settings import all_settings, dotted, with_changes
+from mose_fast.learner.named_settings import all_settings, with_changes
 from mose_fast.runs.identity import check_identity
 from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import ConfigError, MethodOptions, RunConfig, knob
 from mose_fast.train import RunError
+from tests.declared import SETTINGS, outside
 
 # Another value of every setting that neither problem nor method needs to be what it is.
 BOOKKEEPING = {"stream.data_dir": "/data", "stream.decoder": "pil", "checkpoint_every": 3, "tuned": "by hand"}
@@ -153,11 +155,16 @@ def test_a_field_that_is_not_declared_is_named():
         Options()
 
 
-@pytest.mark.parametrize("name", dotted(RunConfig().to_dict()))
-def test_every_setting_refuses_what_it_cannot_hold(name):
-    """An object that no setting can hold, and None where it has no meaning."""
-    setting = all_settings("mose")[name]
-    for value in (object(), *([None] if setting.none is None else [])):
-        with pytest.raises(ConfigError, match=rf"^{name} is "):
-            setting.check(value)
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_refuses_what_it_cannot_hold(setting):
     setting.check(setting.default)
+    for value, wanted in [(object(), ""), *outside(setting)]:
+        with pytest.raises(ConfigError, match=rf"^{setting.name} is .*; wanted .*{re.escape(wanted)}"):
+            setting.check(value)
+
+
+@pytest.mark.parametrize("name", sorted(all_settings("mose").keys() - {"method", "preset"}))
+def test_a_configuration_names_the_setting_whose_value_does_not_fit(name):
+    value, wanted = outside(all_settings("mose")[name])[-1]
+    with pytest.raises(ConfigError, match=rf"{name} is .*; wanted .*{re.escape(wanted)}"):
+        with_changes(None, {name: value})

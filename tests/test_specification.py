@@ -94,27 +94,14 @@ def test_the_citations_are_found():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("see docs/specification/mose.md section 9.3.", []),
-        ("#: see docs/specification/mose.md\n#: section 9.3 of it", []),
-        ("docs/specification/baselines.md sections 0.2 and 0.3", []),
-        ("docs/specification/baselines.md appendix G.3", []),
-        ("[the pages](docs/specification/README.md)", []),
-        ("[mose.md](mose.md), sections 3, 4 and 8", []),
-        ("docs/specification/mose.md section 99", ["mose.md: there is no section 99"]),
-        ("docs/specification/mose.md section 9.30", ["mose.md: there is no section 9.30"]),
-        ("docs/specification/mose.md\n    section 9.30", ["mose.md: there is no section 9.30"]),
         ("docs/specification/baselines.md sections 0.2 and 0.9", ["baselines.md: there is no section 0.9"]),
-        ("docs/specification/baselines.md appendix G.99", ["baselines.md: there is no section G.99"]),
+        ("docs/specification/baselines.md\n  # appendix G.99", ["baselines.md: there is no section G.99"]),
         ("[mose.md](mose.md), sections 3, 44 and 8", ["mose.md: there is no section 44"]),
         ("docs/specification/gsa.md section 1", ["gsa.md: there is no such page"]),
-        (
-            "docs/specification/mose.md 9.3 there",
-            ["mose.md: no section is named in 'docs/specification/mose.md 9.3 there'"],
-        ),
     ],
 )
 def test_a_wrong_citation_is_seen(text, expected):
-    assert [line[:80] for line in wrong_citations(text)] == expected
+    assert wrong_citations(text) == expected
 
 
 def test_a_page_outside_the_repository_is_seen():

@@ -8,6 +8,7 @@ import torch
 
 from bench.compare_methods import COLUMNS, first_classes, main, mean_and_spread, own_score
 from mose_fast.streams import from_arrays
+from tests.tiny import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +40,7 @@ def test_figures():
 
 
 def test_what_it_prints(capsys):
-    small = ["--limit-per-task", "20", "--width", "1", "--memory", "64", "--device", "cpu"]
-    main(["--stream", "digits", "--seeds", "0", "1", "--methods", "finetune", "joint", *small])
+    main([*TINY, "--seeds", "0", "1", "--methods", "finetune", "joint"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"| {' | '.join(COLUMNS)} |" and len(lines) == 4
     finetune, joint = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:])

@@ -1,4 +1,4 @@
-"""bench/gpu_check.sh with stand-ins for a card's machine: order, choice of steps, failures, time
+"""bench/gpu_check.sh with stand-ins for a GPU's machine: order, choice of steps, failures, time
 limits, what lies in OUT when.
 """
 
@@ -180,14 +180,6 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
     }
 
 
-def test_the_whole_run_is_on_cifar100_where_there_is_some(machine):
-    status, _, calls = machine.run("--only", "run", "--data", "/there")
-    text = "\n".join(calls)
-    assert status == 0 and "--stream split-cifar100 --data-dir /there --memory 5000" in text and "bench_run" not in text
-    assert {"run.json", "run.csv", "log.txt", "summary.txt"} <= {path.name for path in machine.out.iterdir()}
-    assert "bench/bench_run.py -q --devices=cuda -k not bench_loop" in "\n".join(machine.run("--only", "run")[2])
-
-
 def test_steps_by_name(machine):
     machine.run("--only", "smoke,memcheck")
     assert list(machine.summary()) == ["library", "smoke", "memcheck"]
@@ -278,16 +270,6 @@ def test_a_kill_in_mid_step_leaves_what_was_found(machine, how):
         assert started.returncode == 1 and "kernel_times" in output and "FAILED: interrupted" in output
 
 
-def test_a_card_and_what_builds_for_it_are_wanted(machine):
-    status, output, _ = machine.run(FAIL="compute_cap")
-    assert (status, output) == (1, "nvidia-smi finds no GPU; bench/gpu_check.sh --dry-run works without one\n")
-    (machine.tools / "ninja").unlink()
-    if not shutil.which("ninja"):
-        status, output, calls = machine.run()
-        assert (status, output) == (1, "ninja is not on PATH\n")
-        assert not any("pip" in call for call in calls)
-
-
 def test_the_dry_run_sums_seconds_by_call(machine):
     status, output, calls = machine.run("--dry-run")
     assert (status, calls) == (0, ["python -m bench.collect"]), output
@@ -302,11 +284,6 @@ def test_the_dry_run_sums_seconds_by_call(machine):
 def test_the_dry_run_fails_where_a_call_does_not_fit(machine):
     status, output, _ = machine.run("--dry-run", LIMIT="270")
     assert status == 1 and "the steps before the later visit need 4 calls, of two" in output
-    status, output, _ = machine.run("--dry-run", LIMIT="100")
-    assert status == 1 and "does not fit: compiled takes 150 s, of 100 s" in output
-    status, output, _ = machine.run("--dry-run", "--only", "tests,run,smoke", LIMIT="150")
-    assert status == 1 and "does not fit: --only needs 2 calls" in output
-    assert machine.run("--dry-run", "--only", "tests,run", LIMIT="150")[0] == 0
     status, output, _ = machine.run("--dry-run", "--prebuilt", "/built", FAIL="bench.prebuilt")
     assert status == 1 and "does not fit: /built does not serve this tree" in output
 
@@ -321,9 +298,7 @@ def test_the_plan_of_this_tree_fits_two_calls(machine):
 
 @pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 def test_every_step_works_on_a_stand_in_card(tmp_path):
-    """The real modules on the CPU at small sizes, one step failing, one out of time, and a kill in
-    the middle of the next call.
-    """
+    """The real modules on the CPU at small sizes, one step failing."""
     machine = Machine(tmp_path)
     machine.tree = ROOT
     prebuilt, data = tmp_path / "prebuilt", tmp_path / "data"
@@ -352,14 +327,3 @@ def test_every_step_works_on_a_stand_in_card(tmp_path):
     log = (machine.out / "log.txt").read_text()
     assert "losses equal bit for bit" in log
     assert str(machine.out / "cpu.csv") in output and "op " in output
-
-    shutil.rmtree(machine.out)
-    started = machine.start(*options, "--only", "step", **given)
-    for _ in range(1200):
-        rows = machine.out / "cpu.csv"
-        if rows.exists() and rows.read_text().count("\n") > 1:
-            break
-        time.sleep(0.05)
-    os.killpg(started.pid, signal.SIGKILL)
-    started.communicate(timeout=30)
-    assert rows.read_text().count("\n") > 1 and "== step" in (machine.out / "log.txt").read_text()

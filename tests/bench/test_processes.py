@@ -21,7 +21,7 @@ def results(seed=0, *, step="captured", eager=2, retries=0):
 
 @pytest.fixture
 def on_card(monkeypatch):
-    """Runs on a card that does not exist: two at a time take turns, by MPS they do not."""
+    """Runs on a GPU that does not exist: two at a time take turns, by MPS they do not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(processes._dali, "obstacle", lambda: None)
     monkeypatch.setattr(processes.shutil, "which", lambda name: "/usr/bin/it")

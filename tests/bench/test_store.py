@@ -1,4 +1,4 @@
-"""The store keeps every measured number, in the file of its card, and the table says what the rows
+"""The store keeps every measured number, in the file of its GPU, and the table says what the rows
 say.
 """
 

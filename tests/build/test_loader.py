@@ -263,7 +263,7 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
 
 
 def test_no_op_asks_whether_a_device_is_cuda():
-    """Kernels take what is on a card, and on an emulated card that is what lies on the CPU:
+    """Kernels take what is on a GPU, and on an emulated GPU that is what lies on the CPU:
     _loader.on_card() alone says so.
     """
     asks = re.compile(r"type (==|!=|in) [^\n]*cuda|\bis_(cuda|cpu)\b")
@@ -281,7 +281,7 @@ def test_kernels_take_what_is_on_a_card_or_on_the_cpu_that_emulates_one(monkeypa
     assert _loader.has_code("cuda") == (card == "cuda") and not _loader.has_code("meta")
     assert _loader.on_card("null", cpu, cpu) == (card == "cpu")
     assert not _loader.on_card("null", cpu, meta) and not _loader.on_card("null", meta)
-    # An op that is switched off is off on the card alone: csrc/cpu serves the host.
+    # An op that is switched off is off on the GPU alone: csrc/cpu serves the host.
     monkeypatch.setattr(_loader, "off", {})
     _loader.switch_off({"null": "a row that failed"})
     assert _loader.serves("null", cpu) == (card != "cpu") and not _loader.on_card("null", cpu)

@@ -39,7 +39,7 @@ def test_a_kernels_emulated_source_is_written_once(tmp_path):
 
 
 def test_one_file_of_the_glue_alone_knows_what_a_card_is():
-    """Every other one asks csrc/torch/device.h, so that an emulated card needs no edit of
+    """Every other one asks csrc/torch/device.h, so that an emulated GPU needs no edit of
     theirs.
     """
     knows = re.compile(

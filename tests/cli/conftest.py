@@ -3,8 +3,7 @@
 import pytest
 
 from mose_fast.app.cli import main
-
-TINY = ("--stream", "digits", "--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
+from tests.tiny import TINY
 
 
 @pytest.fixture

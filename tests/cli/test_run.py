@@ -11,9 +11,11 @@ import pytest
 from mose_fast import _dali, streams, train
 from mose_fast.app.cli import build_parser
 from mose_fast.app.flags import read_settings
+from mose_fast.learner.named_settings import all_settings, dotted
 from mose_fast.methods import METHODS
 from mose_fast.methods.mose import MOSE_PRESETS
 from mose_fast.settings.run import ConfigError, RunConfig
+from tests.declared import another
 
 JITTER = "not dali, whose colour jitter gives other pixels"
 
@@ -87,64 +89,23 @@ def test_no_flag_is_the_default_configuration():
     assert settings() == RunConfig()
 
 
-def test_every_flag_reaches_its_setting(tmp_path):
-    config = settings(
-        "--method",
-        "mose",
-        "--preset",
-        "paper",
-        "--stream",
-        "split-mnist",
-        "--data-dir",
-        tmp_path,
-        "--memory",
-        99,
-        "--width",
-        3,
-        "--limit-per-task",
-        30,
-        "--epochs",
-        2,
-        "--seed",
-        5,
-        "--class-order-seed",
-        6,
-        "--device",
-        "cuda:1",
-        "--precision",
-        "bf16",
-        "--checkpoint-every",
-        7,
-        "--tasks",
-        2,
-        "--batch",
-        4,
-        "--normalisation",
-        "half",
-        "--deterministic",
-    )
-    wanted = RunConfig.create(
-        preset="paper",
-        method="mose",
-        memory=99,
-        width=3,
-        epochs=2,
-        seed=5,
-        device="cuda:1",
-        precision="bf16",
-        checkpoint_every=7,
-        deterministic=True,
-        stream={
-            "name": "split-mnist",
-            "data_dir": str(tmp_path),
-            "limit_per_task": 30,
-            "class_order_seed": 6,
-            "tasks": 2,
-            "batch": 4,
-            "normalisation": "half",
-        },
-    )
-    assert config == wanted
+FLAGS = [s for s in all_settings("mose").values() if s.flag and s.name not in ("method", "preset", "evaluate_on")]
+
+
+@pytest.mark.parametrize("setting", FLAGS, ids=lambda setting: setting.flag)
+def test_a_flag_reaches_its_setting_and_no_other(setting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    value = another(setting)
+    config = dotted(settings(f"--{setting.flag}", *([] if setting.type == "bool" else [value])).to_dict())
+    found = {name: kept for name, kept in config.items() if kept != dotted(RunConfig().to_dict())[name]}
+    assert found == {setting.name: str(tmp_path / value) if setting.name == "stream.data_dir" else value}
+
+
+def test_flags_that_want_others():
+    assert settings("--preset", "paper", "--memory", 99) == RunConfig.create("paper", memory=99)
+    assert settings("--method", "er") == RunConfig.create(method="er")
+    held_out = RunConfig.create(evaluate_on="validation", stream={"validation": 0.1})
+    assert settings("--evaluate-on", "validation", "--validation", 0.1) == held_out
 
 
 @pytest.mark.parametrize("suffix", ["json", "toml"])

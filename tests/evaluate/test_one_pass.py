@@ -198,7 +198,7 @@ def test_class_without_memory_samples_is_never_predicted_and_warns_once(stream):
 
 
 def test_evaluations_of_a_run_meet_few_batch_sizes(stream):
-    """A card looks for convolution plans at each new one; memory and test images have another last
+    """A GPU looks for convolution plans at each new one; memory and test images have another last
     part in every evaluation.
     """
     learner = trained(stream, tasks=0, evaluation_batch=16, memory=30)
@@ -213,7 +213,7 @@ def test_evaluations_of_a_run_meet_few_batch_sizes(stream):
             parts |= {learner.memory.filled % 16, tests % 16}
     # Two or more sizes would not be worth a word; here there are many, and three are met.
     assert len(parts) >= 5 and sizes <= {16, 8, 4, 2}, (parts, sizes)
-    # The sizes of Split CIFAR-100 at M = 5,000 on a card.
+    # The sizes of Split CIFAR-100 at M = 5,000 on a GPU.
     lengths = [length for tests in range(1000, 11000, 1000) for length in (5000, tests)]
     assert {padded_size(length % 2048 or 2048, 2048) for length in lengths} == {1024, 2048}
 

@@ -1,9 +1,9 @@
-"""What the tests of this folder run on: a CUDA card, or an emulated one
+"""What the tests of this folder run on: a CUDA GPU, or an emulated one
 (``MOSE_FAST_BACKEND=emulated``, docs/building.md).
 
 A test file takes its device from ``_loader.card()``, its sizes from the fixture ``card``, and marks
-tests that an emulated card cannot run by ``@pytest.mark.needs("streams")`` or another word of
-:data:`LACKS`. On a card, sizes are what the tests say and nothing is left out.
+tests that an emulated GPU cannot run by ``@pytest.mark.needs("streams")`` or another word of
+:data:`LACKS`. On a GPU, sizes are what the tests say and nothing is left out.
 
 ``--fewest-passed N`` and ``--most-left-out N`` fail a whole run in which fewer tests passed, or
 more were left out: CI gives them.
@@ -22,7 +22,7 @@ import torch
 from mose_fast import _loader
 
 HERE = Path(__file__).parent
-#: What an emulated card does not have, and why.
+#: What an emulated GPU does not have, and why.
 LACKS = {
     "streams": "kernels run in the order of their launches",
     "graphs": "there is no CUDA to capture",
@@ -108,19 +108,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 class Card:
-    """The card of these tests."""
+    """The GPU of these tests."""
 
     emulated = _loader.card() == "cpu"
 
     def few(self, count: int, most: int = 5) -> int:
-        """``count`` on a card; at most ``most`` on an emulated one, where a pixel takes as long as
-        an image does on a card.
+        """``count`` on a GPU; at most ``most`` on an emulated one, where a pixel takes as long as
+        an image does on a GPU.
         """
         return min(count, most) if self.emulated else count
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """Inside, csrc/cpu serves tensors on the CPU, on an emulated card as well: for what kernels
+        """Inside, csrc/cpu serves tensors on the CPU, on an emulated GPU as well: for what kernels
         are compared with.
         """
         if not self.emulated:

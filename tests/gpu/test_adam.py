@@ -1,4 +1,4 @@
-"""Adam on a card: against the CPU and torch.optim.Adam, in graphs, on streams, frozen by its
+"""Adam on a GPU: against the CPU and torch.optim.Adam, in graphs, on streams, frozen by its
 latch.
 """
 

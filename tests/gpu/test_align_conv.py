@@ -1,4 +1,4 @@
-"""align_conv on a card: against fp64 and PyTorch's own convolutions, twice, in graphs, on streams,
+"""align_conv on a GPU: against fp64 and PyTorch's own convolutions, twice, in graphs, on streams,
 with padding; what it launches.
 """
 

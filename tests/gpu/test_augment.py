@@ -1,4 +1,4 @@
-"""The views op on a card: equal to the CPU, in every dtype and layout, on the current stream,
+"""The views op on a GPU: equal to the CPU, in every dtype and layout, on the current stream,
 replayed in a graph.
 """
 

@@ -1,4 +1,4 @@
-"""batch_norm_act on a card: against fp64 and PyTorch's own kernels, twice, in graphs, on streams;
+"""batch_norm_act on a GPU: against fp64 and PyTorch's own kernels, twice, in graphs, on streams;
 what it launches.
 """
 

@@ -1,4 +1,4 @@
-"""batch_norm_pool on a card: against fp64 and the two ops that it replaces, and in graphs."""
+"""batch_norm_pool on a GPU: against fp64 and the two ops that it replaces, and in graphs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Captured steps on a card: the bits of eager ones, two graphs a run, nothing that waits for the
-card between two steps.
+"""Captured steps on a GPU: the bits of eager ones, two graphs a run, nothing that waits for the
+GPU between two steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random decisions on a card equal the CPU's bit for bit; inside a captured graph the random
+"""Random decisions on a GPU equal the CPU's bit for bit; inside a captured graph the random
 sequence goes on.
 """
 

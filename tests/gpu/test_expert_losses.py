@@ -1,4 +1,4 @@
-"""The expert losses on a card: against the CPU and fp64, in graphs, on streams, with wrong
+"""The expert losses on a GPU: against the CPU and fp64, in graphs, on streams, with wrong
 labels.
 """
 

@@ -1,4 +1,4 @@
-"""Views by DALI on a card: equal to the fused op and to the CPU's, on the current stream, beside a
+"""Views by DALI on a GPU: equal to the fused op and to the CPU's, on the current stream, beside a
 captured graph.
 """
 
@@ -99,7 +99,7 @@ def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
 
 @pytest.mark.needs("streams")
 def test_the_caller_does_not_wait_for_the_card():
-    """Views of the next step are asked for while the card has half a second of work left on the
+    """Views of the next step are asked for while the GPU has half a second of work left on the
     same stream.
     """
     made, x = maker("dali"), noise(96).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Every method on a card: fused kernels against PyTorch's own, a state taken over, padded steps, an
+"""Every method on a GPU: fused kernels against PyTorch's own, a state taken over, padded steps, an
 interrupted run.
 """
 
@@ -17,7 +17,7 @@ from mose_fast.train import Listener, resume, run
 
 DEVICE = _loader.card()
 
-# Kernels serve channels in multiples of 8. Few images, since an emulated card is slow; the memory
+# Kernels serve channels in multiples of 8. Few images, since an emulated GPU is slow; the memory
 # overflows in the third batch.
 SMALL = {"width": 8, "memory": 8, "device": DEVICE or "cpu", "kernels": "fused", "feed": "fused", "step": "eager"}
 OPTIONS = {

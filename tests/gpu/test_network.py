@@ -1,4 +1,4 @@
-"""The whole network by fused ops on a card: against float64, replayed from a graph, with padding,
+"""The whole network by fused ops on a GPU: against float64, replayed from a graph, with padding,
 no kernel that only adds gradients.
 """
 

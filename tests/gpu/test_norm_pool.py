@@ -1,4 +1,4 @@
-"""The pooled norm on a card: against the CPU and fp64, in graphs, on streams."""
+"""The pooled norm on a GPU: against the CPU and fp64, in graphs, on streams."""
 
 from __future__ import annotations
 

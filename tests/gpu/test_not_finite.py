@@ -4,7 +4,7 @@ kernels' must not be finite either.
 A loss that hides what is no number lets NaN gradients reach the optimiser, whose latch
 (:mod:`mose_fast.optim`) asks the loss alone. Where all results are finite (a ReLU has cut off
 -inf), gradients may be, and else some elements of a gradient: PyTorch multiplies zero by infinity
-there. Kernels may spread what is not finite further than the reference does. Written for a card,
+there. Kernels may spread what is not finite further than the reference does. Written for a GPU,
 and run on the emulated one in CI.
 """
 

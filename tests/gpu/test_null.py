@@ -1,4 +1,4 @@
-"""The template op on a card: equal to the reference, on the current stream, capturable."""
+"""The template op on a GPU: equal to the reference, on the current stream, capturable."""
 
 from __future__ import annotations
 

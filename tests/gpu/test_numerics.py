@@ -1,5 +1,5 @@
 """What large means and large logits cost, maps without an image, memory that starts anywhere; for a
-card, and the emulated one in CI.
+GPU, and the emulated one in CI.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_memory_may_start_anywhere(dtype, channels):
 
 
 def test_a_scalar_count_is_cut_and_never_refused():
-    """Its value lies on the card, where looking would wait for it."""
+    """Its value lies on the GPU, where looking would wait for it."""
     for dtype in DTYPES:
         one = channels_last(normal(1, 16, 1, 1).to(dtype))
         depthwise, pointwise, norm = normal(16, 1, 3, 3), normal(16, 16, 1, 1), Norm(None, None, None, None)

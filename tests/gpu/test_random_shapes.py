@@ -1,4 +1,4 @@
-"""Every op at 200 random shapes and settings against its reference; written for a card, and run on
+"""Every op at 200 random shapes and settings against its reference; written for a GPU, and run on
 the emulated one in CI.
 
 Each input lies inside a buffer filled with NaN, so that a read beyond it shows in the result, and
@@ -64,7 +64,7 @@ def unwritten_memory_is_nan():
 
 
 def guarded(x: Tensor | None) -> Tensor | None:
-    """``x`` on the card, in its layout, amid NaN; the padding of 64 elements keeps the
+    """``x`` on the GPU, in its layout, amid NaN; the padding of 64 elements keeps the
     alignment.
     """
     if x is None or not x.is_floating_point():
@@ -173,7 +173,7 @@ class Draw:
         return torch.stack(rows)
 
     def rows(self, images: int) -> tuple[int | None, str]:
-        """A number of valid images, and how it is given: none, an int or a scalar on the card."""
+        """A number of valid images, and how it is given: none, an int or a scalar on the GPU."""
         kind = self.one_of("rows", ("none", "none", "int", "scalar"))
         return (None, kind) if kind == "none" else (self.number("valid", 0, images), kind)
 

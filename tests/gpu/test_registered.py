@@ -200,7 +200,7 @@ def places(call):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_starts_elsewhere_is_refused_or_gives_the_same_bits(name):
-    """An emulated card notices an access that a card would refuse; under torch.compile nothing but
+    """An emulated GPU notices an access that a GPU would refuse; under torch.compile nothing but
     the glue looks at addresses.
     """
     for number in range(len(arguments(name, None, True))):

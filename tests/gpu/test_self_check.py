@@ -1,4 +1,4 @@
-"""The self-check on a card: clean kernels pass, each seeded fault is found, and what is switched
+"""The self-check on a GPU: clean kernels pass, each seeded fault is found, and what is switched
 off is off.
 """
 

@@ -223,7 +223,7 @@ def test_a_share_is_held_out_and_never_drawn():
 @pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize(("selection", "within"), [*((name, False) for name in SELECTIONS), ("random", True)])
 def test_all_can_be_undone_and_done_again(selection, within, twin):
-    """Batches, growth of the buffer, the end of a task and draws, as on a card with the host's
+    """Batches, growth of the buffer, the end of a task and draws, as on a GPU with the host's
     twin and without.
     """
     exemplars = memory(20, selection, within=within)

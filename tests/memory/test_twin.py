@@ -1,4 +1,4 @@
-"""What the host knows of a memory on a card, and how a batch is taken out of the memory again."""
+"""What the host knows of a memory on a GPU, and how a batch is taken out of the memory again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch(start: int, n: int, task: int) -> tuple:
 
 
 def with_twin(capacity: int, seed: int) -> ReplayMemory:
-    """A memory that asks its twin instead of itself, as one on a card does."""
+    """A memory that asks its twin instead of itself, as one on a GPU does."""
     memory = ReplayMemory(capacity, (8, 8), seed=seed)
     memory.twin = HostTwin(capacity, seed)
     return memory

@@ -1,23 +1,15 @@
 """What each baseline's step is compared with: one worked out by hand.
 
-A check observes batches and compares every step with one in float64: losses, weights after the
+A test observes batches and compares every step with one in float64: losses, weights after the
 update (hence gradients, learning rate and weight decay), batch norm's running statistics, replayed
-rows, and what was stored. A fault is a change to the text of one function of a method, which a
-check must find.
+rows, and what was stored. ``make mutants`` says which changes to a method they would not notice.
 """
 
 from __future__ import annotations
-import __future__
 
 import copy
-import functools
-import importlib
-import inspect
-import textwrap
-from collections.abc import Callable
 from typing import NamedTuple
 
-import pytest
 import torch
 
 from mose_fast.learner.replay_learner import Rows
@@ -77,6 +69,17 @@ def step_of(learner: Learner, x, y, task: int) -> Step:
     assert torch.equal(step.rows.images[given:][stored], images[slots[stored]])
     assert torch.equal(step.rows.labels[given:][stored], labels[slots[stored]])
     return step
+
+
+def bits(learner: Learner) -> dict[str, bytes]:
+    """Every bit of a learner's state: tensors by name, and the plain values under an empty name."""
+    tensors, values = learner.state()
+    found = {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+    return found | {"": repr(values).encode()}
+
+
+def tensor_bits(learner: Learner, *left_out: str) -> dict[str, bytes]:
+    return {name: content for name, content in bits(learner).items() if name not in ("", *left_out)}
 
 
 def normalised(images: torch.Tensor) -> torch.Tensor:
@@ -143,48 +146,3 @@ def two_means(step: Step) -> dict[str, torch.Tensor]:
 
 def direction(v: torch.Tensor) -> torch.Tensor:
     return v / (v.norm() + 1e-5)
-
-
-@functools.cache
-def mutant(where: str, old: str, new: str):
-    """The owner of a function, its name, and the function with one change to its text."""
-    module, *names = where.split(".")
-    owner = importlib.import_module(f"mose_fast.methods.{module}")
-    for name in names[:-1]:
-        owner = getattr(owner, name)
-    function = getattr(owner, names[-1])
-    text = textwrap.dedent(inspect.getsource(function))
-    if old not in text:
-        raise LookupError(f"{where} no longer contains {old!r}: write its fault anew")
-    # Inside a function that has __class__, so that super() works.
-    body = textwrap.indent(text.replace(old, new), "    ")
-    code = f"def build(__class__):\n{body}\n    return {names[-1]}"
-    flags = __future__.annotations.compiler_flag
-    scope: dict = {}
-    exec(compile(code, f"<{where}: {new}>", "exec", flags, dont_inherit=True), function.__globals__, scope)
-    return owner, names[-1], scope["build"](owner)
-
-
-def checks_of(names: dict) -> dict[str, Callable]:
-    """A file's functions whose names begin with ``check_``, by what follows."""
-    return {name.removeprefix("check_"): check for name, check in names.items() if name.startswith("check_")}
-
-
-def step_tests(checks: dict[str, Callable], faults: list[tuple[str, str, str, str]]) -> tuple[Callable, Callable]:
-    """Two tests: every check passes, and every fault is found.
-
-    Args:
-        faults: Each one's check that must find it, function, text, text with the fault.
-    """
-
-    @pytest.mark.parametrize("name", checks)
-    def passes(name, make, teach, batch):
-        checks[name](make, teach, batch)
-
-    @pytest.mark.parametrize(("check", "where", "old", "new"), faults, ids=lambda text: text[:40])
-    def finds(check, where, old, new, make, teach, batch, monkeypatch):
-        monkeypatch.setattr(*mutant(where, old, new))
-        with pytest.raises(AssertionError):
-            checks[check](make, teach, batch)
-
-    return passes, finds

@@ -15,6 +15,7 @@ from mose_fast import _loader
 from mose_fast.learner.latch import RunningStatistics
 from mose_fast.methods import METHODS, PlannedBatch, Planning, create_learner
 from mose_fast.settings.run import ConfigError
+from tests.methods.by_hand import bits
 
 AHEAD = 4
 OPTIONS = [
@@ -48,13 +49,6 @@ def parts(value) -> list:
 def same(a, b) -> bool:
     pairs = zip(parts(a), parts(b), strict=True)
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
-
-
-def bits(learner) -> dict:
-    tensors, values = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {
-        "": repr(values)
-    }
 
 
 @with_options
@@ -219,7 +213,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_can_be_undone(make, strea
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_batch_of_two_steps_whose_second_is_not_finite_cannot_be_undone(make, stream, monkeypatch, bad, late):
-    """Also where the host does not ask for losses between steps, as on a card."""
+    """Also where the host does not ask for losses between steps, as on a GPU."""
     monkeypatch.setattr(METHODS["er"], "reads_losses_late", late)
     learner = make("er", options={"iterations": 2}, kernels="fused", width=8)
     for b in stream[4:9]:

@@ -14,11 +14,6 @@ from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 
 
-def test_it_starts_from_the_weights_of_er(make):
-    er = dict(make("er").network.named_parameters())
-    assert all(torch.equal(p, er[name]) for name, p in make("bic").network.named_parameters())
-
-
 def test_the_first_images_of_each_class_are_never_trained_on(make, batch, monkeypatch):
     """Neither as incoming rows nor as replayed ones; those of a class that returns, neither."""
     learner, trained = make("bic", memory=60), []

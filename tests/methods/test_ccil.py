@@ -20,14 +20,6 @@ def test_the_mean_is_the_batch_mean_over_the_number_of_old_classes():
     assert found == pytest.approx(batch_mean / 4, rel=1e-12)
 
 
-def test_it_starts_from_the_weights_of_er(make):
-    """The head's vectors are those of ER's classifier: uniform within 1 / sqrt(d) in both."""
-    er = dict(make("er").network.named_parameters())
-    found = dict(make("ccil").network.named_parameters())
-    assert found.keys() - er.keys() == {"classifier1.scale"} and er.keys() - found.keys() == {"classifier1.bias"}
-    assert all(torch.equal(p, er[name]) for name, p in found.items() if name in er)
-
-
 def test_the_head_does_not_depend_on_lengths(make, teach, batch):
     """Appendix G.8."""
     learner = teach(make("ccil"), tasks=(0, 1))

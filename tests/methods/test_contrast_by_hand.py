@@ -11,7 +11,6 @@ from mose_fast.memory.feedback import feedback
 from mose_fast.ops.draws import Purpose, random_words
 from tests.methods.by_hand import (
     SGD,
-    checks_of,
     close,
     direction,
     each_nll,
@@ -20,12 +19,12 @@ from tests.methods.by_hand import (
     nll,
     normalised,
     step_of,
-    step_tests,
     steps_of,
 )
 
 
-def check_er_aml(make, teach, batch, passes="joint"):
+@pytest.mark.parametrize("passes", ["joint", "separate"])
+def test_er_aml(make, teach, batch, passes):
     """Pairs, the metric loss over positives and negatives alone, and replay by cosines."""
     options = {**SGD, "temperature": 0.3, "passes": passes}
     learner = teach(make("er-aml", options=options), tasks=(0, 1), steps=3)
@@ -51,12 +50,8 @@ def check_er_aml(make, teach, batch, passes="joint"):
         expect_terms(step, {"incoming": 0.3 / 0.07 * total, "replayed": nll(cosines, replayed)})
 
 
-def check_er_aml_apart(make, teach, batch):
-    """Anchors, pairs and replayed rows pass the network one set after the other."""
-    check_er_aml(make, teach, batch, "separate")
-
-
-def check_er_ace(make, teach, batch, passes="joint"):
+@pytest.mark.parametrize("passes", ["joint", "separate"])
+def test_er_ace(make, teach, batch, passes):
     """Incoming rows among the classes of their batch alone, replayed rows among all, by cosines; an
     empty memory leaves the first batch all classes.
     """
@@ -81,7 +76,7 @@ def check_er_ace(make, teach, batch, passes="joint"):
     expect_terms(step, {"incoming": own, "replayed": nll(logits[10:], labels[10:])})
 
 
-def check_er_ace_released(make, teach, batch):
+def test_er_ace_released(make, teach, batch):
     """Incoming rows have the logits of the batch's classes and of all from the highest label seen
     on, also where nothing is replayed.
     """
@@ -97,10 +92,6 @@ def check_er_ace_released(make, teach, batch):
     expect_terms(step, {"incoming": own, "replayed": nll(logits[10:], step.rows.labels[10:])})
 
 
-def check_er_ace_apart(make, teach, batch):
-    check_er_ace(make, teach, batch, "separate")
-
-
 def contrastive(projections, labels, temperature: float) -> torch.Tensor:
     z = projections / projections.norm(dim=1, keepdim=True)
     s, terms = (z @ z.T / temperature).unbind(0), []
@@ -112,7 +103,8 @@ def contrastive(projections, labels, temperature: float) -> torch.Tensor:
     return sum(terms) / len(terms)
 
 
-def check_scr(make, teach, batch, passes="joint"):
+@pytest.mark.parametrize("passes", ["joint", "separate"])
+def test_scr(make, teach, batch, passes):
     """Both views in one loss; then the review with a tenth of it, and again the whole."""
     options = {**SGD, "augment": "scr", "temperature": 0.2, "review": True, "passes": passes}
     learner = make("scr", memory=14, options=options)
@@ -135,10 +127,6 @@ def check_scr(make, teach, batch, passes="joint"):
     step = step_of(learner, *batch([4, 5] * 5), 2)
     expect_terms(step, {"contrastive": by_hand(step)})
     assert learner.resolve_expert()[0] == "ncm"
-
-
-def check_scr_apart(make, teach, batch):
-    check_scr(make, teach, batch, "separate")
 
 
 def half_turns(images: torch.Tensor) -> torch.Tensor:
@@ -191,7 +179,8 @@ def rotated_terms(projections, features, labels, sizes, offsets, temperature, sc
     return terms
 
 
-def check_ocm(make, teach, batch, passes="separate"):
+@pytest.mark.parametrize("passes", ["separate", "joint"])
+def test_ocm(make, teach, batch, passes):
     """A step of the first task, and one with a teacher."""
     options = {**SGD, "lr": 0.01, "augment": "simclr", "rotations": 4, "temperature": 0.3, "per_class_cap": 2}
     learner = make("ocm", seed=4, options={**options, "projection": 4, "passes": passes})
@@ -232,11 +221,6 @@ def check_ocm(make, teach, batch, passes="separate"):
     by_hand(step, teacher)
 
 
-def check_ocm_joint(make, teach, batch):
-    """All of the student's views pass the network together."""
-    check_ocm(make, teach, batch, "joint")
-
-
 def shares_of(views, temperature: float) -> torch.Tensor:
     """By row of projections float64 [V, P], its shares of the others, zero for itself."""
     z = torch.stack([v / v.norm() for v in views])
@@ -245,7 +229,8 @@ def shares_of(views, temperature: float) -> torch.Tensor:
     return similar / similar.sum(1, keepdim=True)
 
 
-def check_co2l(make, teach, batch, passes="joint"):
+@pytest.mark.parametrize("passes", ["joint", "separate"])
+def test_co2l(make, teach, batch, passes):
     """Anchors are views of the current task; the teacher sees the batch's statistics."""
     options = {**SGD, "augment": "scr", "temperature": 0.4, "distillation": 0.6, "passes": passes}
     learner = teach(make("co2l", options=options | {"teacher_temperature": 0.1}), steps=2)
@@ -274,11 +259,7 @@ def check_co2l(make, teach, batch, passes="joint"):
     expect_terms(step, {"contrastive": 0.4 / 0.07 * total, "distillation": 0.6 * relations})
 
 
-def check_co2l_apart(make, teach, batch):
-    check_co2l(make, teach, batch, "separate")
-
-
-def check_co2l_probe(make, teach, batch):
+def test_co2l_probe(make, teach, batch):
     """The classifier that an evaluation fits, by an own optimiser on the memory's features."""
     learner = teach(make("co2l", options={**SGD, "lr": 1e-3, "probe_passes": 10, "probe_lr": 0.3}), steps=2)
     learner.end_task()
@@ -336,7 +317,7 @@ def prototype_term(means: list[dict[int, torch.Tensor]], temperature: float) -> 
     return sum(terms) / len(terms)
 
 
-def check_onpro(make, teach, batch):
+def test_onpro(make, teach, batch):
     """A step of the first task, two of the second, and one of the third: both kinds of prototypes,
     and rows mixed from the second step of a later task on.
     """
@@ -407,124 +388,3 @@ def check_onpro(make, teach, batch):
         assert (found - mixed).abs().max() < 0.502
         assert torch.equal(step.rows.labels.split(step.rows.sizes)[1], labels[one])
         by_hand(step, labels[other], shares.double())
-
-
-CHECKS = checks_of(globals())
-
-FAULTS = [
-    # ER-AML
-    ("er_aml", "er_aml.metric_loss", "directions(contrast)", "directions(contrast).detach()"),
-    ("er_aml", "er_aml.metric_loss", "directions(anchors)", "directions(anchors).detach()"),
-    ("er_aml", "er_aml.metric_loss", "-temperature / _BASE_TEMPERATURE", "-1"),
-    ("er_aml", "er_aml.ErAml.losses", "self.config.options.temperature", "0.1"),
-    ("er_aml", "er_aml.ErAml.losses", "slice(incoming,", "slice(0,"),
-    ("er_aml", "er_aml.ErAml.losses", "len(rows.labels) - replayed)", "incoming + positives)"),
-    ("er_aml", "er_aml.draw_pairs", "same[itself, len(stored) + itself] = False", "pass"),
-    ("er_aml_apart", "er_aml.ErAml.view_sizes", "positives + negatives", "positives, negatives"),
-    (
-        "er_aml",
-        "er_aml.ErAml.losses",
-        "outputs.logits[first:], rows.labels[first:]",
-        "outputs.logits[contrast], rows.labels[contrast]",
-    ),
-    ("er_aml", "er_aml.ErAml.losses", "outputs.logits[first:], rows.labels[first:]", "outputs.logits, rows.labels"),
-    ("er_aml", "er_aml.ErAml.losses", "if positives:", "if False:"),
-    ("er_aml", "er_aml.ErAml.plan", "allowed[y if", "allowed[torch.arange(6) if"),
-    ("er_aml", "er_aml.ErAml.plan", "memory.labels[slots.clamp(min=0)], y", "memory.labels[slots.clamp(min=0)] * 0, y"),
-    ("er_aml", "er_aml.ErAml.classification_head", '== "cosine"', '!= "cosine"'),
-    # ER-ACE
-    ("er_ace", "er_ace.ErAce.losses", 'y, rows.extras["told_apart"]', "y"),
-    ("er_ace", "er_ace.ErAce.extras", "if sum(sizes[1:]) else classes", ""),
-    ("er_ace", "er_ace.ErAce.extras", "allowed = self.data.incoming if", "allowed = self.seen if"),
-    ("er_ace_released", "er_ace.ErAce.extras", '== "released"', '== "batch"'),
-    ("er_ace_released", "er_ace.ErAce.extras", "max(self.seen)", "max(self.seen) + 1"),
-    ("er_ace_released", "er_ace.ErAce.extras", "max(self.seen)", "max(self.data.incoming)"),
-    ("er_ace", "er_ace.ErAce.classification_head", '== "cosine"', '!= "cosine"'),
-    ("er_ace_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    # SCR
-    ("scr", "base.Learner.review", "self.model.weighted(_REVIEW_WEIGHT)", "self.model.weighted(1.0)"),
-    ("scr", "model.Model.weighted", "self._weight = 1.0", "pass"),
-    ("scr", "scr.Scr.losses", "self.config.options.temperature", "0.07"),
-    ("scr", "scr.Scr.losses", "outputs.projections", "outputs.features"),
-    ("scr", "scr.Scr.losses", "rows.labels.repeat(2)", "rows.labels.repeat_interleave(2)"),
-    (
-        "scr",
-        "scr.Scr.losses",
-        "outputs.projections",
-        "torch.cat([(z := outputs.projections)[: len(z) // 2], z[len(z) // 2 :].detach()])",
-    ),
-    ("scr", "scr.Scr.make_views", "super().make_views(rows)", "self.views.normalise(rows.images)"),
-    ("scr_apart", "scr.Scr.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
-    # OCM
-    ("ocm", "ocm.Ocm.losses", "y.repeat(2)", "y.repeat_interleave(2)"),
-    ("ocm", "ocm.view_information", "2 * _mean_of_class", "_mean_of_class"),
-    ("ocm", "ocm.view_information", "count // 2", "count // 4"),
-    ("ocm", "ocm.view_information", "torch.eye(count,", "torch.zeros(count, count,"),
-    ("ocm", "ocm.class_information", "temperature)", "0.07)"),
-    ("ocm", "ocm.Ocm.losses", 'rows.extras["offsets"][1]', 'rows.extras["offsets"][0]'),
-    ("ocm", "rotated.mixed_similarities", "p @ (p + ", "p @ ("),
-    ("ocm", "rotated.mixed_similarities", "directions(features, _EPS)", "features"),
-    ("ocm", "rotated.mixed_similarities", "v.index_select", "v.detach().index_select"),
-    ("ocm", "ocm.Ocm.losses", ".chunk(2)[0]", ".chunk(2)[1]"),
-    ("ocm", "ocm.Ocm.losses", "directions(taught.projections", "directions(own.detach()"),
-    ("ocm", "ocm.Ocm.losses", "torch.where(earlier, squares, 0)", "squares"),
-    ("ocm", "ocm.Ocm.losses", "(replayed * earlier.sum())", "(0 * replayed + earlier.sum())"),
-    ("ocm", "ocm.Ocm.losses", "rows.views[-replayed:]", "rows.views[-2 * replayed : -replayed]"),
-    ("ocm", "ocm.Ocm.losses", "rows.labels[incoming:] if", "rows.labels[:replayed] if"),
-    ("ocm", "ocm.Ocm.make_views", "rows.images[rows.sizes[0] :] if", "rows.images[: rows.sizes[1]] if"),
-    ("ocm", "replay.ReplayLearner.build_model", 'self.teacher_mode == "train"', "False"),
-    ("ocm", "ocm.Ocm.extras", "if c not in self.data.current", ""),
-    ("ocm", "ocm.Ocm.plan", "self.alone", "False"),
-    ("ocm", "rotated.RotatedLearner.retrieve", "o.per_class_cap * len(self.seen)", "o.buffer_batch"),
-    ("ocm", "rotated.RotatedLearner.rotated_labels", "self.classes * blocks", "0 * blocks"),
-    ("ocm", "rotated.RotatedLearner.view_parts", "self.views.normalise(rotated)", "views[: len(rotated)]"),
-    ("ocm", "rotated.rotations", "half.flip(1, 2)", "half.flip(2)"),
-    ("ocm", "rotated.rotations", "in left for other in right", "in right for other in left"),
-    ("ocm", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    ("ocm_joint", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "True"),
-    # Co2L
-    ("co2l", "co2l.similarities", "F.normalize(projections.float(), dim=1)", "projections.float()"),
-    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0).mean()", "each[anchors].mean()"),
-    ("co2l", "co2l.asymmetric_contrastive_loss", "torch.where(anchors, each, 0)", "each"),
-    ("co2l", "co2l.asymmetric_contrastive_loss", " / _BASE_TEMPERATURE", ""),
-    ("co2l", "co2l.asymmetric_contrastive_loss", " / positive.sum(1)", ""),
-    ("co2l", "co2l.relation_distillation", "(taught, taught_temperature)", "(taught, temperature)"),
-    ("co2l", "co2l.relation_distillation", "(projections, temperature)", "(projections.detach(), temperature)"),
-    ("co2l", "co2l.Co2l.losses", "o.distillation * ", ""),
-    ("co2l", "co2l.Co2l.losses", "o.temperature", "0.5"),
-    ("co2l", "co2l.Co2l.losses", "outputs.projections", "outputs.features"),
-    ("co2l", "co2l.Co2l.losses", "rows.labels.repeat(2)", "rows.labels.repeat_interleave(2)"),
-    ("co2l", "co2l.Co2l.make_views", "[rows.images, rows.images]", "[rows.images, rows.images.flip(0)]"),
-    ("co2l", "co2l.Co2l.extras", "self.mask(self.current())", "self.mask(self.seen)"),
-    ("co2l_apart", "co2l.Co2l.view_sizes", "len(rows.labels), len(rows.labels)", "(2 * len(rows.labels),)"),
-    ("co2l_probe", "co2l.Co2l.on_task_end", 'self.data.own["fitted"] = None', "pass"),
-    ("co2l_probe", "co2l.Co2l.prepare_evaluation", 'self.data.own["fitted"] = state', "pass"),
-    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "[self.steps, self.memory.seen]", "[self.memory.seen, 0]"),
-    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "o.probe_lr", "0.1"),
-    ("co2l_probe", "co2l.Co2l.prepare_evaluation", "head.bias.copy_(bias)", "pass"),
-    ("co2l_probe", "co2l.fit_probe", "sizes[drawn])]", "torch.ones_like(within))]"),
-    ("co2l_probe", "co2l.fit_probe", "probe_rate(number, passes, lr)", "lr"),
-    ("co2l_probe", "co2l.fit_probe", "_MOMENTUM * velocity", "0"),
-    # OnPro
-    ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 2 and len(drawn)"),
-    ("onpro", "onpro.OnPro.plan", "> 1 and len(drawn)", "> 0 and len(drawn)"),
-    ("onpro", "onpro.OnPro.plan", "self.rows(x, y, drawn, drawn)", "self.rows(x, y, drawn, drawn.flip(0))"),
-    ("onpro", "onpro.OnPro.plan", "self.data.task_step", "self.data.sequence"),
-    ("onpro", "onpro.OnPro.mixed", "torch.lerp(one, other,", "torch.lerp(other, one,"),
-    ("onpro", "onpro.OnPro.mixed", "labels[place] = memory.labels[slots]", "labels[place] = memory.labels[partners]"),
-    ("onpro", "onpro.OnPro.mixed", '"partners": memory.labels[partners]', '"partners": memory.labels[slots]'),
-    ("onpro", "onpro.OnPro.make_views", "self.views.normalise(seen)", "augmented"),
-    ("onpro", "onpro.OnPro.make_views", "replayed if len(replayed)", "seen if len(replayed)"),
-    ("onpro", "onpro.OnPro.losses", "torch.lerp(*each, share)", "torch.lerp(*each[::-1], share)"),
-    ("onpro", "onpro.OnPro.losses", "partners.double(), share.double()", "partners.double(), 0 * share.double()"),
-    ("onpro", "onpro.OnPro.after_update", ".detach().mean(0)", ".detach()[0]"),
-    ("onpro", "onpro.OnPro.after_update", "if rows.sizes[2]", "if rows.sizes[1]"),
-    ("onpro", "onpro.OnPro.losses", "first[:incoming], second[:incoming]", "first[-incoming:], second[-incoming:]"),
-    ("onpro", "onpro.OnPro.losses", "o.prototype_temperature", "0.5"),
-    ("onpro", "onpro.OnPro.losses", "self.means_seen(outputs, rows)", "self.means_seen(outputs, rows).detach()"),
-    ("onpro", "onpro.prototype_loss", "itself | ~present", "~present"),
-    ("onpro", "onpro.prototype_loss", "itself | ~present", "itself"),
-    ("onpro", "onpro.class_means", "directions(projections, _EPS)", "projections"),
-]
-
-test_steps_are_those_worked_out_by_hand, test_a_fault_is_found = step_tests(CHECKS, FAULTS)

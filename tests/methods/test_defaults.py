@@ -1,5 +1,5 @@
-"""What a run takes by itself on a card: every setting that is left to be decided, as it becomes
-there. No card is needed.
+"""What a run takes by itself on a GPU: every setting that is left to be decided, as it becomes
+there. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HALF = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card that torch sees and a native library for it; learners then have no network, and a
+    """A GPU that torch sees and a native library for it; learners then have no network, and a
     memory on the host.
     """
     on_host = ReplayMemory.__init__

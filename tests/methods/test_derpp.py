@@ -28,16 +28,6 @@ def test_the_two_draws_are_independent_and_as_large_as_the_memory_allows(make, t
     assert first.tolist() != second.tolist()
 
 
-def test_stored_logits_are_those_of_the_step_before_its_update(make, batch):
-    learner, twin = make("derpp"), make("derpp")
-    x, y = batch([0, 1] * 5)
-    rows = twin.plan(x, y)
-    wanted = twin.forward(twin.make_views(rows)).logits.detach()
-    learner.observe(x, y, task=0)
-    assert torch.equal(learner.memory.extras["logits"][:10], wanted) and wanted.dtype == torch.float32
-    assert learner.memory.extras["logits"][10:].abs().max() == 0
-
-
 def batches(batch):
     """Twelve batches of three tasks, as arguments of ``prepare``; the memory forgets many rows."""
     for number in range(12):
@@ -118,23 +108,6 @@ def test_a_step_that_is_not_finite_writes_no_logits(make, teach, batch):
     for train in (True, False):
         learner.prepare(*batch([4, 5] * 5), 2, train=train).take()
     assert learner.diverged and torch.equal(learner.memory.extras["logits"], before)
-
-
-def test_the_terms(make, teach, batch):
-    """By hand: the squared error is averaged over rows and all classes, seen or not."""
-    learner = teach(make("derpp", options={"alpha": 0.3, "beta": 0.7}))
-    rows = learner.plan(*batch([4, 5] * 5))
-    logits = learner.forward(learner.make_views(rows)).logits.detach().double()
-    each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
-    squares = [
-        (logits[10 + i, k] - learner.memory.extras["logits"][rows.slots[i], k].double()) ** 2
-        for i in range(12)
-        for k in range(6)
-    ]
-    losses = learner.step(learner.inputs(rows))
-    assert losses["incoming"].item() == pytest.approx(each[:10].mean().item(), rel=1e-5)
-    assert losses["distillation"].item() == pytest.approx(0.3 * sum(squares).item() / 72, rel=1e-4)
-    assert losses["replayed"].item() == pytest.approx(0.7 * each[22:].mean().item(), rel=1e-5)
 
 
 def test_samples_that_trained_nothing_are_stored_with_the_networks_own_logits(make, batch):

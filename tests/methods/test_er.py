@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from torch.nn import functional as F
 
 from mose_fast.learner.replay_learner import Rows
 from mose_fast.streams import from_arrays
@@ -22,51 +20,12 @@ def trained_rows(learner, x, y, task) -> Rows:
     return caught[0]
 
 
-def test_incoming_rows_come_first_then_memory_rows_without_repetition(make, teach, batch):
-    learner = teach(make("er"))
-    images, labels = learner.memory.images.clone(), learner.memory.labels.clone()
-    x, y = batch([4, 5] * 5)
-    rows = trained_rows(learner, x, y, 2)
-    assert rows.sizes == (10, 12) and len(set(rows.slots.tolist())) == 12
-    assert torch.equal(rows.images, torch.cat([x, images[rows.slots]])) and torch.equal(
-        rows.labels, torch.cat([y, labels[rows.slots]])
-    )
-
-
 def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
     learner = make("er", preset="official")
     first = trained_rows(teach(learner, tasks=(0,)), *batch([0, 1] * 5), 0)
     assert first.sizes == (10, 0)
     later = trained_rows(teach(learner, tasks=(1,)), *batch([2, 3] * 5), 1)
     assert later.sizes == (10, 10 + 2) and set(later.labels[10:].tolist()) <= {0, 1}
-
-
-@pytest.mark.parametrize("replay_loss", ["two_means", "one_mean"])
-def test_the_loss_is_what_the_switch_says(make, teach, batch, replay_loss):
-    """Against cross-entropies row by row, with a network whose batch norm sees the same 22
-    views.
-    """
-    learner = teach(make("er", options={"replay_loss": replay_loss}))
-    rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
-    learner.forward(learner.make_views(rows))
-    logits = learner.forward(learner.make_views(rows)).logits.detach().double()
-    each = torch.stack([-row.log_softmax(0)[label] for row, label in zip(logits, rows.labels, strict=True)])
-    wanted = each.mean() if replay_loss == "one_mean" else each[:10].mean() + each[10:].mean()
-    assert learner.step(learner.inputs(rows))["loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
-
-
-def test_separate_passes_let_batch_norm_see_each_set_alone(make, teach, batch):
-    learner = teach(make("er", options={"passes": "separate"}))
-    rows = learner.rows(*batch([4, 5] * 5), torch.arange(12))
-    views = learner.make_views(rows)
-    sets = zip(views.split([10, 12]), rows.labels.split([10, 12]), strict=True)
-    wanted = [F.cross_entropy(learner.forward(part).logits, labels).item() for part, labels in sets]
-    losses = learner.step(learner.inputs(rows))
-    assert losses["incoming"].item() == pytest.approx(wanted[0], rel=1e-5)
-    assert losses["replayed"].item() == pytest.approx(wanted[1], rel=1e-5)
-    joint = teach(make("er"))
-    joint.load_state(*teach(make("er", options={"passes": "separate"})).state())
-    assert joint.step(joint.inputs(rows))["incoming"].item() != pytest.approx(wanted[0], rel=1e-3)
 
 
 def test_er_observes_to_learn(make, batch):

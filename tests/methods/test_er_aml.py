@@ -122,14 +122,6 @@ def test_without_its_parts_it_is_er_bit_for_bit(make, teach):
     assert teach(make("er-aml", seed=3), tasks=(0, 1, 2)).weights_hash() != plain.weights_hash()
 
 
-def test_the_official_preset_learns_the_classes_of_a_task(make, batch):
-    learner = make("er-aml", preset="official", width=2, options={"buffer_batch": 10, "augment": "none"})
-    for step in range(40):
-        learner.observe(*batch([0, 1] * 5, seed=step), task=0)
-    x, y = batch([0, 1] * 20, seed=999)
-    assert (learner.predict(x) == y).float().mean() > 0.9
-
-
 def test_a_cosine_head_costs_what_a_linear_one_does(make):
     """K x D multiply-accumulates; only the K biases are missing among the parameters."""
     for cosine, linear in zip(

@@ -20,6 +20,7 @@ from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
+from tests.methods.by_hand import bits
 
 NAMES = tuple(METHODS)
 PRESETS = [(name, preset) for name in NAMES for preset in METHODS[name].about.presets]
@@ -54,14 +55,23 @@ def stream():
     return from_arrays(*parts, tasks=2)
 
 
-def bits(learner) -> dict[str, bytes]:
-    tensors, values = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()} | {
-        "": repr(values).encode()
-    }
+class AtOnce(Listener):
+    """Stops a run before it trains."""
+
+    def on_start(self, *arguments):
+        raise KeyboardInterrupt
 
 
 # Entries and presets
+
+
+@pytest.mark.parametrize("name", ["bic", "ccil", "gsa", "il2a", "lucir", "ocm", "onpro", "ssil"])
+def test_it_starts_from_the_weights_of_er(name, make):
+    """But for what its head has of its own."""
+    er, found = (dict(make(each, seed=4).network.named_parameters()) for each in ("er", name))
+    assert er.keys() - found.keys() <= {"classifier1.bias"}
+    shared = {p for p in found if p != "classifier1.scale" and not p.startswith("projection1")}
+    assert all(torch.equal(found[p], er[p]) for p in shared)
 
 
 @every
@@ -136,15 +146,11 @@ def test_the_nine_baselines_have_the_sources_preset():
     ],
 )
 def test_a_preset_for_another_protocol_warns(stream, changes, says):
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     with (
         pytest.warns(UserWarning, match=f"preset 'table' of 'er' is meant for another protocol: {says}"),
         pytest.raises(KeyboardInterrupt),
     ):
-        run(settings("er", **changes), listeners=[Stop()])
+        run(settings("er", **changes), listeners=[AtOnce()])
 
 
 @pytest.mark.parametrize(
@@ -214,10 +220,6 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
     whole = stream.as_one_task()
     joint = {"buffer_batch": 8, "replay_from": "others"}
 
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     for name, given, options, said in (
         ("agem", whole, None, "but the stream has one: without task boundaries the method has no reference batch"),
         (
@@ -233,7 +235,7 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
         config = settings(name, **({} if options is None else {"options": options}))
         with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
             warnings.simplefilter("always")
-            run(config, stream=given, listeners=[Stop()])
+            run(config, stream=given, listeners=[AtOnce()])
         found = [str(w.message) for w in caught if "task boundaries" in str(w.message)]
         assert len(found) == (said is not None) and all(said in message for message in found)
 
@@ -248,15 +250,11 @@ def test_a_stream_of_one_task_is_warned_of_before_the_run(stream):
     ],
 )
 def test_a_memory_that_is_thin_or_larger_than_the_stream_is_warned_of(memory, says):
-    class Stop(Listener):
-        def on_start(self, *arguments):
-            raise KeyboardInterrupt
-
     y = np.arange(105) % 5
     stream = from_arrays(np.zeros((105, 8, 8, 3), np.uint8), y, np.zeros((10, 8, 8, 3), np.uint8), y[:10], tasks=1)
     with warnings.catch_warnings(record=True) as caught, pytest.raises(KeyboardInterrupt):
         warnings.simplefilter("always")
-        run(settings("er", memory=memory), stream=stream, listeners=[Stop()])
+        run(settings("er", memory=memory), stream=stream, listeners=[AtOnce()])
     found = [str(w.message) for w in caught if "memory is" in str(w.message)]
     assert len(found) == (says is not None) and all(message.startswith(says) for message in found)
 
@@ -337,7 +335,7 @@ def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
 def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
     learner, copy = teach(make(name, seed=1)), make(name, seed=1)
     tensors, values = learner.state()
-    copy.load_state({key: t.clone() for key, t in tensors.items()}, values)
+    copy.load_state(tensors, values)  # from the live tensors: the two must not share any
     assert bits(copy) == bits(learner)
     for one in (learner, copy):
         one.end_task()

@@ -41,11 +41,6 @@ def test_a_step_that_is_not_taken_leaves_the_sums_and_its_batch_can_be_undone(ma
     assert torch.equal(learner.network.sums, before)
 
 
-def test_it_starts_from_the_weights_of_er(make):
-    er = dict(make("er").network.named_parameters())
-    assert all(torch.equal(p, er[name]) for name, p in make("gsa").network.named_parameters())
-
-
 def test_half_of_the_views_are_mirrored_where_mirroring_is_safe(make, teach, batch):
     for mirror in ("on", "off"):
         learner = teach(make("gsa", options={"augment": "none", "mirror": mirror}))

@@ -9,15 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast.methods.gss import cosine_similarity
-
-
-def bits(learner) -> dict[str, bytes]:
-    tensors, _ = learner.state()
-    return {
-        n: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        for n, t in tensors.items()
-        if n != "memory/extra/scores"
-    }
+from tests.methods.by_hand import tensor_bits
 
 
 def slow_gradient(learner, images, labels) -> torch.Tensor:
@@ -72,7 +64,7 @@ def test_the_first_batch_has_a_score_without_comparison(make, batch):
 def test_until_the_memory_is_full_gss_is_er_bit_for_bit(make, teach, batch):
     """Scoring leaves weights, running statistics, gradients and replay draws alone."""
     gss, er = make("gss", memory=80), make("er", memory=80)
-    assert bits(teach(gss)) == bits(teach(er))
+    assert tensor_bits(teach(gss), "memory/extra/scores") == tensor_bits(teach(er))
     for step in range(2):
         for one in (gss, er):
             one.observe(*batch([4, 5] * 5, seed=step), task=2)
@@ -119,12 +111,3 @@ def test_the_official_preset_alternates_steps_ten_times(make, batch):
     losses = gss.observe(*batch([0, 1] * 5, seed=1), task=0)
     assert gss.steps == 30 and sizes == [(10, 0), (0, 10)] * 10
     assert losses["loss"].item() == pytest.approx(losses["incoming"].item() + losses["replayed"].item(), rel=1e-5)
-
-
-def test_a_restored_learner_goes_on_scoring_alike(make, teach):
-    gss, other = teach(make("gss", options={"threshold": 1.5}), steps=3), make("gss", options={"threshold": 1.5})
-    tensors, values = gss.state()
-    other.load_state({name: t.clone() for name, t in tensors.items()}, values)
-    teach(gss, tasks=(2,)), teach(other, tasks=(2,))
-    assert bits(gss) == bits(other) and torch.equal(gss.memory.scores, other.memory.scores)
-    assert (gss.memory.tasks == 2).any()

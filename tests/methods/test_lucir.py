@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mose_fast.methods.lucir import feature_distillation, margin_ranking
-from mose_fast.nn import CosineClassifier
 
 
 def weights(learner) -> torch.Tensor:
@@ -36,14 +35,6 @@ def test_only_directions_are_distilled():
     lengths = torch.tensor([1.0, 7, 30, 2, 4])[:, None]
     assert float(feature_distillation(features, lengths * features)) == pytest.approx(0, abs=1e-4)
     assert float(feature_distillation(features, -features)) == pytest.approx(2, abs=1e-3)
-
-
-def test_it_starts_with_the_weights_of_er(make):
-    learner, er = make("lucir", seed=4), make("er", seed=4)
-    head = learner.network.classifier1
-    assert type(head) is CosineClassifier and head.scale.item() == learner.config.options.scale == 10
-    assert torch.equal(head.weight, er.network.classifier1.weight)
-    assert make("lucir", options={"scale": 3}).network.classifier1.scale.item() == 3
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
@@ -106,11 +97,3 @@ def test_the_first_task_and_rows_of_memory_alone_are_only_classified(make, batch
     learner.end_task()
     assert learner.rehearse(torch.arange(12)).keys() == {"loss", "replayed"}
     assert (weights(learner)[:4] != before[:4]).all()
-
-
-def test_it_learns_the_classes_of_a_task(make, batch):
-    learner = make("lucir", width=2, options={"scale": 10, "lr": 0.01, "augment": "none"})
-    for step in range(40):
-        learner.observe(*batch([0, 1] * 5, seed=step), task=0)
-    x, y = batch([0, 1] * 20, seed=999)
-    assert (learner.predict(x) == y).float().mean() > 0.9

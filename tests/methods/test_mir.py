@@ -9,17 +9,13 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast.settings.run import ConfigError, RunConfig
-
-
-def bits(learner) -> dict[str, bytes]:
-    tensors, _ = learner.state()
-    return {name: t.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+from tests.methods.by_hand import tensor_bits
 
 
 def test_as_many_candidates_as_draws_is_er_bit_for_bit(make, teach):
     """Appendix of the issue: without a choice, maximally interfered retrieval is random replay."""
     mir, er = make("mir", options={"candidates": 12}), make("er")
-    assert bits(teach(mir)) == bits(teach(er))
+    assert tensor_bits(teach(mir)) == tensor_bits(teach(er))
     more = teach(make("mir", options={"candidates": 13}))
     assert more.weights_hash() != mir.weights_hash()
 
@@ -38,7 +34,7 @@ def test_scoring_that_cannot_choose_changes_nothing_either(make, teach, batch, m
     er.memory.draw = lambda count, **how: (first.append(draw(24, **how)), first[-1][:count])[1]
     for one in (mir, er):
         one.observe(*batch([4, 5] * 5), task=2)
-    assert bits(mir) == bits(er)
+    assert tensor_bits(mir) == tensor_bits(er)
 
 
 @pytest.mark.parametrize("augment", ["none", "simclr"])
@@ -46,9 +42,11 @@ def test_interference_against_a_copied_model_candidate_by_candidate(make, teach,
     mir = teach(make("mir", options={"augment": augment, "candidates": 20, "virtual_lr": 0.3}))
     x, y = batch([4, 5] * 5)
     slots = torch.arange(20)
-    before = bits(mir)
+    before = tensor_bits(mir)
     rise = mir.interference(x, y, slots)
-    assert bits(mir) == before and all(p.grad is None or not p.grad.isnan().any() for p in mir.network.parameters())
+    assert tensor_bits(mir) == before and all(
+        p.grad is None or not p.grad.isnan().any() for p in mir.network.parameters()
+    )
 
     moved = copy.deepcopy(mir.network).train()
     views = mir.make_views(mir.rows(x, y, slots))[:10]  # the very views of the step
@@ -61,20 +59,6 @@ def test_interference_against_a_copied_model_candidate_by_candidate(make, teach,
     for n, label in enumerate(mir.memory.labels[slots].tolist()):
         after, now = (-logit[n].log_softmax(0)[label].item() for logit in logits)
         assert rise[n].item() == pytest.approx(after - now, abs=1e-4)
-
-
-def test_the_candidates_that_suffer_most_are_replayed(make, teach, batch):
-    mir = teach(make("mir", options={"candidates": 25}))
-    scored, caught = [], []
-    score = mir.interference
-    mir.interference = lambda x, y, slots: (scored.append((slots, score(x, y, slots))), scored[-1][1])[1]
-    mir.step = lambda rows: caught.append(rows)
-    mir.observe(*batch([4, 5] * 5), task=2)
-    (slots, rise), rows = scored[0], caught[0]
-    assert len(slots) == 25 and rows.sizes == (10, 12)
-    wanted = {slot for _, slot in sorted(zip(rise.tolist(), slots.tolist(), strict=True), reverse=True)[:12]}
-    assert set(rows.slots.tolist()) == wanted
-    assert rise.dtype == torch.float32 and rise.std() > 0
 
 
 def test_a_virtual_step_of_no_length_raises_no_loss(make, teach, batch):

@@ -12,12 +12,6 @@ from mose_fast.methods import check_room, create_learner
 from mose_fast.settings.run import ConfigError, RunConfig
 
 
-def test_it_starts_from_the_weights_of_er(make):
-    er = dict(make("er").network.named_parameters())
-    ocm = {name: p for name, p in make("ocm").network.named_parameters() if not name.startswith("projection1")}
-    assert ocm and all(torch.equal(p, er[name]) for name, p in ocm.items())
-
-
 def test_nothing_is_replayed_in_the_first_task_and_at_most_seven_rows_a_class_later(make, teach, batch):
     learner = make("ocm", memory=60, options={"buffer_batch": 60})
     for task, replayed in ((0, 0), (1, 28), (2, 42)):

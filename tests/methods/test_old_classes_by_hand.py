@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import pytest
 import torch
 
 from mose_fast.methods import Learner
@@ -14,7 +15,6 @@ from tests.methods.by_hand import (
     DECAY,
     SGD,
     Step,
-    checks_of,
     close,
     direction,
     each_nll,
@@ -25,11 +25,11 @@ from tests.methods.by_hand import (
     nll,
     normalised,
     step_of,
-    step_tests,
 )
 
 
-def check_gsa(make, teach, batch, **options):
+@pytest.mark.parametrize("options", [{}, {"passes": "separate", "current_classes": "task"}])
+def test_gsa(make, teach, batch, options):
     """Both losses of nine steps in three tasks, with weights from the sums over all of them; no
     loss knows a class that has not come.
     """
@@ -78,11 +78,6 @@ def check_gsa(make, teach, batch, **options):
     assert len(weights_met) > 20 and max(weights_met) > 1.1
 
 
-def check_gsa_apart(make, teach, batch):
-    """The two sets pass the network one after the other; all classes of the task are known."""
-    check_gsa(make, teach, batch, passes="separate", current_classes="task")
-
-
 def course_of(learner: Learner, batch, networks: list[ExpertNetwork]):
     """Nine batches in three tasks of two classes for a method with exemplars. Yields each one's
     task, all classes of it, those that came so far, and the step, in whose network before it the
@@ -127,7 +122,8 @@ def start_anew(step: Step, first: torch.nn.Module, new: list[int]) -> None:
             now.data[new] = untrained.data[new]
 
 
-def check_ssil(make, teach, batch, **options):
+@pytest.mark.parametrize("options", [{}, {"passes": "separate", "current_classes": "task", "replay_loss": "one_mean"}])
+def test_ssil(make, teach, batch, options):
     """Separated cross-entropies, and a divergence within each old task."""
     learner, networks = make("ssil", options={**SGD, "lr": 0.01, "temperature": 3.0, **options}), []
     for task, classes, came, step in course_of(learner, batch, networks):
@@ -154,11 +150,8 @@ def check_ssil(make, teach, batch, **options):
         expect_terms(step, terms, 0.01)
 
 
-def check_ssil_apart(make, teach, batch):
-    check_ssil(make, teach, batch, passes="separate", current_classes="task", replay_loss="one_mean")
-
-
-def check_bic(make, teach, batch, **options):
+@pytest.mark.parametrize("options", [{}, {"current_classes": "task", "replay_loss": "one_mean"}])
+def test_bic(make, teach, batch, options):
     """Distillation from corrected logits; held-out images; the correction as the best of two
     numbers.
     """
@@ -207,11 +200,8 @@ def check_bic(make, teach, batch, **options):
     assert torch.equal(learner.teacher.network.classifier1.scale.float(), head.scale.float())
 
 
-def check_bic_known(make, teach, batch):
-    check_bic(make, teach, batch, current_classes="task", replay_loss="one_mean")
-
-
-def check_ccil(make, teach, batch, **options):
+@pytest.mark.parametrize("options", [{}, {"current_classes": "task"}])
+def test_ccil(make, teach, batch, options):
     """Two cross-entropies over other classes, and a distillation of each set as a mean over rows
     and old classes.
     """
@@ -240,11 +230,7 @@ def check_ccil(make, teach, batch, **options):
     assert torch.as_tensor(learner.network.classifier1.scale).item() != 2
 
 
-def check_ccil_known(make, teach, batch):
-    check_ccil(make, teach, batch, current_classes="task")
-
-
-def check_lucir(make, teach, batch):
+def test_lucir(make, teach, batch):
     """Imprinted weights, cross-entropy by cosines over the classes known, distilled directions, the
     margin of old rows; weights of old classes stay.
     """
@@ -292,7 +278,7 @@ def check_lucir(make, teach, batch):
         assert torch.equal(step.after.classifier1.weight[:4].double(), head.weight[:4])
 
 
-def check_lucir_apart(make, teach, batch):
+def test_lucir_apart(make, teach, batch):
     """Three rivals at hand, of which two count; in the first task it only classifies."""
     learner = make("lucir", classes=7, options={**SGD, "margin": 1.9})
     x, y = batch([0, 1] * 5)
@@ -311,7 +297,8 @@ def check_lucir_apart(make, teach, batch):
     assert close(step.losses["ranking"], sum(v.clamp_min(0) for v in pairs).detach() / len(pairs))
 
 
-def check_il2a(make, teach, batch, passes="joint"):
+@pytest.mark.parametrize("passes", ["joint", "separate"])
+def test_il2a(make, teach, batch, passes):
     """Mixed rows and their classes, replay, features of all rows, and means of old classes."""
     options = {**SGD, "temperature": 0.5, "distillation": 0.3, "semantic": 0.7, "prototypes": 9, "ratio": 1.5}
     learner = make(
@@ -372,164 +359,3 @@ def check_il2a(make, teach, batch, passes="joint"):
             "semantic": 0.7 * sum(means)[0] / 9,
         },
     )
-
-
-def check_il2a_apart(make, teach, batch):
-    check_il2a(make, teach, batch, "separate")
-
-
-CHECKS = checks_of(globals())
-
-FAULTS = [
-    # GSA
-    ("gsa", "gsa.class_weights", "pulled / pushed", "pushed / pulled"),
-    ("gsa", "gsa.class_weights", " - 1)", ")"),
-    ("gsa", "gsa.Gsa.pulls_and_pushes", "1 - p", "p"),
-    ("gsa", "gsa.Gsa.pulls_and_pushes", "torch.where(own, 0, p)", "p"),
-    ("gsa", "gsa.Gsa.weighted_logits", '~rows.extras["known"]', 'rows.extras["known"] & False'),
-    ("gsa", "gsa.Gsa.losses", "self.network.sums + self.pulls_and_pushes(outputs, rows)", "self.network.sums"),
-    ("gsa", "gsa.Gsa.after_update", "self.network.sums.add_", "torch.neg"),
-    ("gsa", "gsa.Gsa.losses", 'if rows.extras["weighted"]', "if True"),
-    ("gsa", "gsa.Gsa.losses", 'if rows.extras["weighted"]', "if False"),
-    ("gsa", "gsa.Gsa.losses", 'new, rows.extras["current"]', "new"),
-    ("gsa_apart", "gsa.Gsa.losses", 'new, rows.extras["current"]', "new"),
-    ("gsa", "gsa.Gsa.losses", "self.config.options.buffer_weight * ", ""),
-    ("gsa", "gsa.Gsa.plan", "o.buffer_batch * now // seen,", "o.buffer_batch,"),
-    ("gsa", "gsa.Gsa.plan", "len(x) + len(current)", "len(x)"),
-    ("gsa", "gsa.Gsa.plan", " if memory.filled else 0", ""),
-    ("gsa", "gsa.Gsa.plan", "only=self.task", "others=self.task"),
-    ("gsa", "gsa.Gsa.plan", "others=self.task if others else None", "others=None"),
-    ("gsa", "gsa.Gsa.plan", "(seen - now) // seen", "now // now"),
-    ("gsa", "gsa.Gsa.extras", "> o.warm_up", "> o.warm_up + 1"),
-    ("gsa", "gsa.Gsa.extras", "self.data.task_step", "self.data.sequence"),
-    ("gsa_apart", "gsa.Gsa.extras", "o.current_classes", '"seen"'),
-    ("gsa_apart", "gsa.Gsa.extras", "{*self.seen, *current}", "self.seen"),
-    ("gsa", "gsa.Gsa.make_views", "one.flip(2) if self.mirrored else one", "one"),
-    ("gsa", "gsa.two_sets", 'values[: rows.extras["copies"]]', "values[:0]"),
-    ("gsa_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    # SS-IL, and what methods with exemplars share.
-    ("ssil", "exemplars.ExemplarLearner.on_task_end", "super().on_task_end()", "pass"),
-    ("ssil", "exemplars.ExemplarLearner.on_task_end", "self.memory.rebuild(self.seen, self.task, features)", "pass"),
-    ("ssil", "exemplars.ExemplarLearner.begin_task", "len(self.seen)", "len(self.seen) + 1"),
-    ("ssil_apart", "exemplars.ExemplarLearner.current", "self.config.options.current_classes", '"seen"'),
-    ("ssil", "replay.ReplayLearner.build_model", 'self.teacher_mode == "train"', "True"),
-    ("ssil", "ssil.task_wise_distillation", "temperature**2 * ", ""),
-    ("ssil", "ssil.task_wise_distillation", "logits / temperature", "logits / 2.0"),
-    ("ssil", "ssil.task_wise_distillation", " / len(student)", ""),
-    (
-        "ssil",
-        "ssil.task_wise_distillation",
-        "log_softmax(teacher), log_softmax(student)",
-        "log_softmax(student), log_softmax(teacher)",
-    ),
-    ("ssil", "ssil.task_wise_distillation", "tasks[:, None] != tasks", "(tasks[:, None] >= 6) | (tasks >= 6)"),
-    ("ssil_apart", "ssil.Ssil.losses", "if pooled else 1.0", "if False else 1.0"),
-    ("ssil", "ssil.Ssil.losses", "if pooled else 1.0", "if True else 1.0"),
-    ("ssil", "replay.ReplayLearner.new_rows", "if new is None", "if True"),
-    (
-        "ssil_apart",
-        "replay.ReplayLearner.new_classes",
-        'getattr(self.config.options, "current_classes", "seen")',
-        '"seen"',
-    ),
-    ("ssil", "replay.ReplayLearner.new_classes", "had + new", "had"),
-    ("ssil", "ssil.Ssil.losses", "outputs.logits.float(), taught", "outputs.logits.float().detach(), taught"),
-    ("ssil", "ssil.Ssil.extras", "self.mask(self.current())", "self.mask(self.seen)"),
-    ("ssil", "ssil.Ssil.extras", '"old": self.mask(self.old)', '"old": self.mask(self.seen)'),
-    ("ssil", "ssil.Ssil.extras", "bool(self.old)", "False"),
-    ("ssil", "ssil.Ssil.on_task_end", "list(self.current())", "list(self.old)"),
-    ("ssil_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    # BiC
-    ("bic", "bic.Bic.plan", "if not held", "if True"),
-    ("bic", "exemplars.ExemplarLearner.store", "self.held_out()", "None"),
-    ("bic", "bic.Bic.held_out", "came[label] < wanted", "came[label] <= wanted"),
-    ("bic", "bic.Bic.held_out", "len(known)", "2"),
-    ("bic", "bic.Bic.extras", "len(old) / len(seen)", "len(old) / self.classes"),
-    ("bic_known", "bic.Bic.extras", "self.current()", "self.data.current"),
-    ("bic", "bic.Bic.extras", '"seen": self.mask(seen)', '"seen": self.mask(range(6))'),
-    ("bic", "bic.Bic.extras", '"old": self.mask(old)', '"old": self.mask(seen)'),
-    ("bic", "bic.Bic.losses", '(1 - extras["share"]) * ', ""),
-    ("bic_known", "exemplars.ExemplarLearner.cross_entropies", '== "one_mean"', '== ""'),
-    ("bic", "exemplars.ExemplarLearner.cross_entropies", '== "one_mean"', '!= ""'),
-    ("bic", "bic.Bic.losses", 'extras["share"] * distillation', "distillation"),
-    ("bic", "bic.Bic.losses", ".sum(1).mean()", ".mean()"),
-    ("bic", "bic.Bic.losses", "(taught, outputs.logits)", "(outputs.logits, taught)"),
-    ("bic", "bic.log_softmax_within", "logits / temperature", "logits"),
-    ("bic", "bic.log_softmax_within", "(~classes, -torch.inf)", "(~classes, -3.0)"),
-    ("bic", "bic.Bic.forward", "self.network.classifier1.forget()", "pass"),
-    ("bic", "bic.Bic.on_task_end", "self.correct()", "pass"),
-    ("bic", "bic.Bic.on_task_end", "self.teacher.take(self.network)", "pass"),
-    ("bic", "bic.fit_correction", "numbers[0] * logits + numbers[1], logits", "numbers[0] * logits, logits"),
-    ("bic", "bic.Bic.correct", ">= len(self.old)", ">= 0"),
-    ("bic", "bic.fit_correction", "shift_penalty / 2", "shift_penalty"),
-    ("bic", "bic.fit_correction", "max_iter=_FIT_STEPS", "max_iter=1"),
-    ("bic", "bic.CorrectedLinear.forward", "logits if self.training else", ""),
-    ("bic", "bic.CorrectedLinear.forward", "* self.scale + self.shift", "* self.scale"),
-    # CCIL
-    ("ccil", "ccil.mean_distillation", "temperature**2 * ", ""),
-    ("ccil", "ccil.mean_distillation", " / old.sum()", ""),
-    ("ccil", "ccil.mean_distillation", "(teacher, student)", "(student, teacher)"),
-    ("ccil", "ccil.Ccil.classification_head", "self.config.options.scale", "1.0"),
-    ("ccil", "ccil.Ccil.classification_head", "learned_scale=True", "learned_scale=False"),
-    ("ccil", "ccil.Ccil.extras", '"current": self.mask(current)', '"current": self.mask(known)'),
-    ("ccil", "ccil.Ccil.extras", '"known": self.mask(known)', '"known": self.mask(range(6))'),
-    ("ccil", "ccil.Ccil.extras", '"old": self.mask(self.old)', '"old": self.mask(known)'),
-    ("ccil_known", "ccil.Ccil.extras", "self.current()", "self.data.current"),
-    ("ccil", "ccil.Ccil.extras", "** o.power", "** 0.66"),
-    ("ccil", "ccil.Ccil.extras", "len(known) / len(current)", "len(known) / len(self.old or [0])"),
-    ("ccil", "ccil.Ccil.extras", "o.distillation * ", "5.0 * "),
-    ("ccil", "ccil.Ccil.losses", "torch.stack(kept).sum()", "torch.stack(kept).mean()"),
-    ("ccil", "ccil.Ccil.losses", "self.config.options.temperature", "2.0"),
-    ("ccil", "ccil.Ccil.losses", "s.float(), t.float()", "s.float().detach(), t.float()"),
-    ("ccil", "exemplars.ExemplarLearner.retrieve", " and self.old", ""),
-    ("ccil", "exemplars.ExemplarLearner.retrieve", 'o.replay_from == "all"', "False"),
-    # LUCIR
-    ("lucir", "lucir.feature_distillation", "directions(taught)", "directions(features)"),
-    ("lucir", "lucir.feature_distillation", "directions(features) *", "directions(features).detach() *"),
-    ("lucir", "lucir.margin_ranking", "old[labels][:, None] & ", ""),
-    ("lucir", "lucir.margin_ranking", "masked_fill(~new", "masked_fill(new"),
-    ("lucir", "lucir.margin_ranking", "margin - own + nearest", "margin - own.detach() + nearest"),
-    ("lucir", "lucir.margin_ranking", "counts.sum().clamp_min(1)", "len(labels)"),
-    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "1"),
-    ("lucir_apart", "lucir.margin_ranking", "min(rivals, cosines.shape[1])", "3"),
-    ("lucir", "lucir.Lucir.losses", "o.ranking * ", ""),
-    ("lucir", "lucir.Lucir.losses", "rows, known)", "rows, known | True)"),
-    ("lucir", "lucir.Lucir.losses", 'extras["weight"] * ', ""),
-    ("lucir", "lucir.Lucir.extras", "math.sqrt(", "("),
-    ("lucir", "lucir.Lucir.extras", "len(current)", "self.classes"),
-    ("lucir_apart", "lucir.Lucir.extras", "bool(self.old)", "True"),
-    ("lucir", "lucir.Lucir.train_on", "weight.copy_(torch.where(kept[:, None], before, weight))", "pass"),
-    ("lucir", "lucir.Lucir.new_rows", "classifier1.weight: values", "classifier1.weight: 0 * values"),
-    ("lucir", "lucir.Lucir.imprint", "length * ", ""),
-    ("lucir", "lucir.Lucir.imprint", ' & extras["fresh"][:, None]', ""),
-    ("lucir", "lucir.Lucir.imprint", "self.network.eval()", "self.network.train()"),
-    ("lucir", "lucir.Lucir.imprint", "directions(features))", "features)"),
-    ("lucir", "lucir.Lucir.plan", 'self.data.own["imprinted"] = len(seen)', "pass"),
-    ("lucir", "lucir.Lucir.classification_head", "learned_scale=True", "learned_scale=False"),
-    ("lucir", "lucir.Lucir.classification_head", "self.config.options.scale", "1.0"),
-    # IL2A
-    ("il2a", "il2a.semantic_augmentation", "ratio / 2", "ratio"),
-    ("il2a", "il2a.semantic_augmentation", "weight - weight[drawn]", "weight - weight.detach()[drawn]"),
-    ("il2a", "il2a.semantic_augmentation", " + bias", ""),
-    ("il2a", "il2a.semantic_augmentation", "logits / temperature", "logits"),
-    ("il2a", "il2a.draw_mixes", "sequence * rounds + n", "sequence"),
-    ("il2a", "il2a.draw_mixes", "labels[a] != labels[b]", "labels[a] > labels[b]"),
-    ("il2a", "il2a.draw_mixes", "high * (high - 1) // 2 + low", "high * (high + 1) // 2 - 1 - low"),
-    ("il2a", "il2a.Mixes.mix", "(1 - share) *", "share *"),
-    ("il2a", "il2a.Il2a.make_views", "mix(incoming)", "mix(incoming.flip(0))"),
-    ("il2a", "il2a.Il2a.plan", "least=o.least_share", "least=0.4"),
-    ("il2a", "il2a.Il2a.losses", "o.distillation * ", ""),
-    ("il2a", "il2a.Il2a.losses", "o.semantic * ", ""),
-    ("il2a", "il2a.Il2a.losses", "outputs.projections.float() / o.temperature", "outputs.projections.float()"),
-    ("il2a", "il2a.Il2a.losses", "torch.linalg.vector_norm(", "torch.mean("),
-    ("il2a", "il2a.Il2a.losses", "logits[new:], rows.labels[given:]", "logits[new:].detach(), rows.labels[given:]"),
-    ("il2a_apart", "replay.ReplayLearner.train_on", 'self.config.options.passes == "separate"', "False"),
-    ("il2a", "il2a.Il2a.plan", "rounds=o.mixes", "rounds=3"),
-    ("il2a", "il2a.class_statistics", "own.mean(0)", "own.mean(0) * 0"),
-    ("il2a", "il2a.class_statistics", "max(len(own) - 1, 1)", "len(own)"),
-    ("il2a", "il2a.Il2a.on_task_end", "tensor.zero_()", "pass"),
-    ("il2a", "il2a.Il2a.extras", "m * (m - 1) // 2", "m * (m - 1)"),
-    ("il2a", "il2a.Il2a.extras", "torch.tensor(old)", "torch.tensor(old).flip(0)"),
-]
-
-test_steps_are_those_worked_out_by_hand, test_a_fault_is_found = step_tests(CHECKS, FAULTS)

@@ -10,12 +10,6 @@ import torch
 from mose_fast.settings.run import ConfigError
 
 
-def test_it_starts_from_the_weights_of_er(make):
-    er = dict(make("er").network.named_parameters())
-    onpro = {name: p for name, p in make("onpro").network.named_parameters() if not name.startswith("projection1")}
-    assert onpro and all(torch.equal(p, er[name]) for name, p in onpro.items())
-
-
 def test_rows_of_the_first_task_serve_prototypes_alone(make, teach, batch):
     learner = make("onpro", memory=60, options={"buffer_batch": 60})
     assert learner.data.task is None

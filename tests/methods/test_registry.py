@@ -14,6 +14,7 @@ from mose_fast.app.cli import main
 from mose_fast.learner import registry
 from mose_fast.methods import METHODS, create_learner, find_method, method_names
 from mose_fast.settings.run import ENTRY_POINTS, METHOD_SETTINGS, ConfigError, RunConfig
+from tests.tiny import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_method.md"
 
@@ -52,20 +53,7 @@ def test_the_page_is_forty_lines_and_its_method_runs_and_resumes(outside, tmp_pa
     outside(example)
     monkeypatch.chdir(tmp_path)
     out = tmp_path / "run"
-    arguments = [
-        "--stream",
-        "digits",
-        "--width",
-        "1",
-        "--memory",
-        "64",
-        "--limit-per-task",
-        "20",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    arguments = [*TINY, "--out", str(out)]
     option = re.search(r"--set (\w+=[\w.]+)", PAGE.read_text(encoding="utf-8")).group(1)
     assert main(["run", "--method", f"mine.py:{name}", *arguments, "--set", option]) == 0
     config = RunConfig.load(out / "config.json")

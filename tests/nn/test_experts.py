@@ -154,7 +154,7 @@ class _Operators(TorchDispatchMode):
 
 
 def test_class_means_are_those_of_float64_and_add_in_a_fixed_order():
-    """On a card, the operators that are named here add floats by atomics, in any order."""
+    """On a GPU, the operators that are named here add floats by atomics, in any order."""
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(3, 200, 16, generator=generator), torch.randint(0, 7, (200,), generator=generator)
     with _Operators() as used:

@@ -156,7 +156,7 @@ def test_wrong_settings_are_named():
 
 def test_transforms_of_torch_func_go_through_network_and_losses():
     """What vmap and grad hand on has no memory that native code could read, on the CPU or on a
-    card.
+    GPU.
     """
     plain, fused = (network.eval() for network in twins(torch.float32))
     x = images(6, dtype=torch.float32).unflatten(0, (3, 2))

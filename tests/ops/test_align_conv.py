@@ -1,5 +1,5 @@
 """align_conv on the CPU against PyTorch's own modules; tests/gpu/test_align_conv.py goes on with a
-card.
+GPU.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def test_no_image():
 
 
 def test_a_scalar_count_is_cut_and_never_refused():
-    """As in the other ops over maps: on a card the host does not know it."""
+    """As in the other ops over maps: on a GPU the host does not know it."""
     x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
     state = align_conv(
         x[:1, :, :1, :1], depthwise, pointwise, norm, valid_rows=torch.tensor(1, dtype=torch.int32)
@@ -350,7 +350,7 @@ def test_against_convolutions_of_pytorch():
 
 
 class KernelsInPyTorch:
-    """What the library offers for a card, computed by PyTorch on the CPU: with it, the choice of
+    """What the library offers for a GPU, computed by PyTorch on the CPU: with it, the choice of
     kernels and autograd can be tested.
     """
 
@@ -458,7 +458,7 @@ def misaligned(x):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Sends CPU maps down the path of a card."""
+    """Sends CPU maps down the path of a GPU."""
     stand_in = KernelsInPyTorch()
     monkeypatch.setattr(_loader, "native", stand_in)
     monkeypatch.setattr(op, "_has_kernels", lambda x, out_channels: True)

@@ -6,28 +6,67 @@ import pytest
 import torch
 
 from mose_fast.ops import checks
+from mose_fast.ops.adam import adam_step
 from mose_fast.ops.align_conv import align_conv
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
 from mose_fast.ops.batch_norm_pool import batch_norm_pool
 from mose_fast.ops.expert_losses import expert_losses
 from mose_fast.ops.norm_pool import norm_pool
+from mose_fast.ops.reservoir import SlotFilter, draw, insert
 
 ROWS = 3
-X, NORM = torch.ones(ROWS, 2, 4, 4).contiguous(memory_format=torch.channels_last), Norm(None, None, None, None)
-LOSSES = (torch.ones(1, ROWS, 2), torch.ones(1, ROWS, 4), torch.ones(1, ROWS, 2), torch.ones(ROWS, 2))
-CALLS = {
-    "align_conv": lambda rows: align_conv(X, torch.ones(2, 1, 3, 3), torch.ones(5, 2, 1, 1), NORM, valid_rows=rows),
-    "batch_norm_act": lambda rows: batch_norm_act(X, NORM, valid_rows=rows),
-    "batch_norm_pool": lambda rows: batch_norm_pool(X, NORM, X, rows),
-    "norm_state": lambda rows: norm_state(X, NORM, rows),
-    "norm_pool": lambda rows: norm_pool(X, None, rows),
-    "expert_losses": lambda rows: expert_losses(
-        *LOSSES, torch.zeros(ROWS, dtype=torch.int64), 0, None, valid_rows=rows
-    ),
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+X = ones(ROWS, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+MAP = {"x": X, "norm": Norm(None, None, None, None)}
+WEIGHTS = {"depthwise": ones(2, 1, 3, 3), "pointwise": ones(5, 2, 1, 1)}
+OUTPUTS = {"projections": ones(1, ROWS, 2), "logits": ones(1, ROWS, 4), "features": ones(1, ROWS, 2)}
+TARGETS = {"labels": ones(ROWS, dtype=torch.int64), "new_rows": 0, "current_classes": ones(4, dtype=torch.bool)}
+MEMORY = {name: ones(4, dtype=torch.int64) for name in ("labels", "tasks", "indices")}
+MEMORY |= {"images": ones(4, 2, 3, 3, dtype=torch.uint8), "state": ones(3, dtype=torch.int64)}
+BATCH = {"x": ones(2, 2, 3, 3, dtype=torch.uint8), "y": ones(2, dtype=torch.int64), "index": ones(2, dtype=torch.int64)}
+MOMENTS = {"master": ones(4), "exp_avg": ones(4), "exp_avg_sq": ones(4), "gradients": [ones(4)], "offsets": [0]}
+RATES = {"steps": ones(1), "lr": torch.tensor(0.1), "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+
+# Ops with arguments that fit; those of the first group take ``valid_rows`` as well.
+OVER_ROWS = {
+    align_conv: MAP | WEIGHTS | {"prologue": ones(4, 2), "gate": ones(ROWS, 2, 2, 2)},
+    batch_norm_act: MAP | {"residual": X},
+    batch_norm_pool: MAP | {"residual": X},
+    norm_state: MAP,
+    norm_pool: {"x": X, "state": ones(4, 2)},
+    expert_losses: OUTPUTS | {"student": ones(ROWS, 2)} | TARGETS,
+}
+OPS = OVER_ROWS | {
+    insert: MEMORY | BATCH | {"task": 0},
+    draw: {"tasks": MEMORY["tasks"], "state": MEMORY["state"], "k": 2, "filter": SlotFilter.ALL, "task": 0},
+    adam_step: MOMENTS | RATES,
+}
+TENSORS = [(op, name) for op, fitting in OPS.items() for name, x in fitting.items() if isinstance(x, torch.Tensor)]
+MISTAKES = {
+    "no tensor": (lambda x: "text", TypeError, "{name} is 'text'; wanted a torch.Tensor"),
+    "dtype": (lambda x: x.to(torch.complex64), TypeError, "{name} has dtype torch.complex64; wanted "),
+    "layout": (lambda x: x.to_sparse(), TypeError, "{name} has layout torch.sparse_coo; wanted torch.strided"),
+    "shape": (lambda x: x[None], ValueError, r"{name} has shape \("),
+    "device": (lambda x: x.to("meta"), ValueError, "is on meta; wanted cpu|is on cpu; wanted meta"),
 }
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(("op", "name"), TENSORS, ids=lambda value: getattr(value, "__name__", value))
+def test_every_tensor_of_every_op_has_one_check(op, name, mistake):
+    if op is norm_state and mistake == "device":
+        pytest.skip("its map is the only tensor here")
+    spoil, error, message = MISTAKES[mistake]
+    with pytest.raises(error, match=message.format(name=name)):
+        op(**OPS[op] | {name: spoil(OPS[op][name])})
+
+
+@pytest.mark.parametrize("op", OVER_ROWS, ids=lambda op: op.__name__)
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
@@ -51,9 +90,9 @@ CALLS = {
 )
 def test_valid_rows_has_one_check(op, rows, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        CALLS[op](rows)
+        op(**OVER_ROWS[op], valid_rows=rows)
     for fitting in (None, 0, 2, ROWS, torch.tensor(2, dtype=torch.int32)):
-        CALLS[op](fitting)
+        op(**OVER_ROWS[op], valid_rows=fitting)
 
 
 def test_messages_name_argument_value_and_what_was_wanted():

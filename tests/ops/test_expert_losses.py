@@ -1,5 +1,5 @@
 """The native expert losses on the CPU against the reference; tests/gpu/test_expert_losses.py goes
-on with a card.
+on with a GPU.
 """
 
 from __future__ import annotations
@@ -306,33 +306,8 @@ BAD = {
         r"labels\[2\] is 9, a new row's; wanted one of current_classes",
     ),
     "empty mask": (lambda a: a["current_classes"].fill_(False), ValueError, "current_classes names no class"),
-    "mask": (
-        lambda a: a.update(current_classes=a["current_classes"].float()),
-        TypeError,
-        "current_classes has dtype torch.float32; wanted torch.bool",
-    ),
     "temperature": (lambda a: a.update(temperature=0.0), ValueError, "temperature is 0.0; wanted a number above 0"),
-    "dtype": (
-        lambda a: a.update(projections=a["projections"].detach().int()),
-        TypeError,
-        "projections has dtype torch.int32; wanted torch.float32",
-    ),
-    "layout": (
-        lambda a: a.update(student=a["student"].detach().to_sparse()),
-        TypeError,
-        "student has layout torch.sparse_coo; wanted torch.strided",
-    ),
-    "device": (
-        lambda a: a.update(features=a["features"].to("meta")),
-        ValueError,
-        "features is on meta; wanted cpu, where projections is",
-    ),
     "new rows": (lambda a: a.update(new_rows=23), ValueError, "new_rows is 23; wanted an integer from 0 to 22"),
-    "valid rows": (
-        lambda a: a.update(valid_rows=torch.tensor(-1, dtype=torch.int32)),
-        ValueError,
-        "valid_rows is -1; wanted an integer from 0 to 22",
-    ),
     "type of rows": (lambda a: a.update(new_rows=torch.tensor(2)), TypeError, "new_rows is torch.int64"),
     "student": (lambda a: a.update(student_index=3), ValueError, "student_index is 3; wanted an integer from 0 to 2"),
     "switch": (

@@ -1,5 +1,5 @@
 """The pooled norm on the CPU, native and reference, against PyTorch's own ops;
-tests/gpu/test_norm_pool.py goes on with a card.
+tests/gpu/test_norm_pool.py goes on with a GPU.
 """
 
 from __future__ import annotations
@@ -264,8 +264,6 @@ def test_refuses_to_be_differentiated_twice():
     ("error", "message", "arguments"),
     [
         (TypeError, "x is 3", (3,)),
-        (TypeError, r"x has dtype torch\.int64", (torch.zeros(1, 2, 3, 3, dtype=torch.int64),)),
-        (ValueError, r"x has shape \(2, 3\)", (torch.zeros(2, 3),)),
         (ValueError, "with at least one pixel", (torch.zeros(1, 2, 0, 3),)),
         (
             TypeError,
@@ -278,10 +276,6 @@ def test_refuses_to_be_differentiated_twice():
             (torch.zeros(1, 2, 3, 3, dtype=torch.float64), torch.zeros(4, 2)),
         ),
         (ValueError, r"state has shape \(4, 3\); wanted \(4, 2\)", (torch.zeros(1, 2, 3, 3), torch.zeros(4, 3))),
-        (ValueError, "state is on meta", (torch.zeros(1, 2, 3, 3), torch.zeros(4, 2, device="meta"))),
-        (ValueError, "valid_rows is 2; wanted an integer from 0 to 1", (torch.zeros(1, 2, 3, 3), None, 2)),
-        (ValueError, "valid_rows is True", (torch.zeros(1, 2, 3, 3), None, True)),
-        (TypeError, r"valid_rows is torch\.int64", (torch.zeros(1, 2, 3, 3), None, torch.tensor(1))),
     ],
 )
 def test_errors(path, error, message, arguments):

@@ -1,5 +1,5 @@
-"""The template op on every back end that a machine without a card has; tests/gpu/test_null.py goes
-on with a card.
+"""The template op on every back end that a machine without a GPU has; tests/gpu/test_null.py goes
+on with a GPU.
 """
 
 from __future__ import annotations

@@ -208,24 +208,6 @@ def test_reservoir_keeps_every_item_equally_often():
     assert inclusion_p(counts) > 0.01
 
 
-def test_one_n_seen_per_batch_would_be_noticed():
-    random = np.random.default_rng(0)
-    counts = np.zeros(STREAM)
-    for _ in range(SEEDS):
-        kept: list[int] = []
-        for first in range(0, STREAM, BATCH):
-            fill = min(BATCH, SLOTS - len(kept))
-            kept.extend(range(first, first + fill))
-            seen = first + fill
-            for item in range(first + fill, first + BATCH):
-                slot = random.integers(seen)
-                if slot < SLOTS:
-                    kept[slot] = item
-        counts[kept] += 1
-    assert counts.sum() == SEEDS * SLOTS
-    assert inclusion_p(counts) < 1e-6
-
-
 def test_draw_is_uniform_in_what_and_in_which_order():
     slots, k, draws = 40, 9, 4000
     tasks = torch.arange(slots) % 4
@@ -265,20 +247,16 @@ def with_change(name: str, value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("x", torch.zeros(2, 2, 3, 3), TypeError, r"x has dtype torch.float32; wanted torch.uint8"),
         (
             "x",
             torch.zeros(2, 2, 2, 3, dtype=torch.uint8),
             ValueError,
             r"x has shape \(2, 2, 2, 3\); wanted \[images, 2, 3, 3\]",
         ),
-        ("x", torch.zeros(2, 3, dtype=torch.uint8), ValueError, r"x has shape \(2, 3\); wanted \[images, 2, 3, 3\]"),
         ("y", torch.zeros(3, dtype=torch.int64), ValueError, r"y has shape \(3,\); wanted \(2,\)"),
-        ("y", torch.zeros(2), TypeError, r"y has dtype torch.float32; wanted torch.int64"),
         ("index", torch.zeros(1, dtype=torch.int64), ValueError, r"index has shape \(1,\); wanted \(2,\)"),
         ("labels", torch.zeros(5, dtype=torch.int64), ValueError, r"labels has shape \(5,\); wanted \(4,\)"),
         ("tasks", torch.zeros(8, dtype=torch.int64)[::2], ValueError, r"tasks has strides \(2,\); wanted contiguous"),
-        ("indices", torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, r"indices is on meta; wanted cpu"),
         (
             "images",
             torch.zeros(0, 2, 3, 3, dtype=torch.uint8),
@@ -286,7 +264,6 @@ def with_change(name: str, value: object) -> dict[str, object]:
             r"images has shape \(0, 2, 3, 3\); wanted .* at least one slot",
         ),
         ("state", torch.zeros(2, dtype=torch.int64), ValueError, r"state has shape \(2,\); wanted \(3,\)"),
-        ("state", [1, 2, 3], TypeError, r"state is \[1, 2, 3\]; wanted a torch.Tensor"),
         ("task", 1.0, ValueError, r"task is 1.0; wanted an integer"),
     ],
 )
@@ -305,7 +282,6 @@ def test_insert_refuses(name, value, error, message):
         ({"k": 2.0}, "k is 2.0; wanted an integer"),
         ({"filter": 3}, "filter is 3; wanted ALL, ONLY or OTHERS"),
         ({"task": None}, "task is None; wanted an integer"),
-        ({"tasks": torch.zeros(2, 2, dtype=torch.int64)}, r"tasks has shape \(2, 2\); wanted \[slots\]"),
     ],
 )
 def test_draw_refuses(change, message):

@@ -1,5 +1,5 @@
-"""Runs the backward pass on the streams of the forward pass where there is no card, as autograd
-does on one: for the stand-in card.
+"""Runs the backward pass on the streams of the forward pass where there is no GPU, as autograd
+does on one: for the simulated GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A stand-in for a card: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
+"""A simulated GPU: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
 a checker that hears of all of it.
 
-Every operation is carried out at once, in the order of the program; what a card would do later is
+Every operation is carried out at once, in the order of the program; what a GPU would do later is
 left to the :class:`Checker`, which knows the order that streams, events and waits promise and
-nothing else. So results are those of a run on the CPU, and each access that a card might bring
+nothing else. So results are those of a run on the CPU, and each access that a GPU might bring
 forward or put off is reported.
 
 Two modes of PyTorch see all that the program does: a function mode, in which tensors are asked for
@@ -44,7 +44,7 @@ aten = torch.ops.aten
 
 _CUDA = torch.device("cuda", 0)
 
-# The host waits for their results on a card, whose size or value it needs.
+# The host waits for their results on a GPU, whose size or value it needs.
 _WAITS = {
     "aten::nonzero",
     "aten::masked_select",
@@ -74,7 +74,7 @@ _READS_NO_ARGUMENT = {
 
 
 class _Block(Memory):
-    """An allocation on the card, or pinned memory of the host."""
+    """An allocation on the GPU, or pinned memory of the host."""
 
     def __init__(self, card: Card, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
         size = storage.nbytes()
@@ -296,7 +296,7 @@ class Graph:
 def _captured(
     graph: Graph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global", **_: Any
 ) -> Iterator[None]:
-    """In place of ``torch.cuda.graph``, which waits for the card before it captures."""
+    """In place of ``torch.cuda.graph``, which waits for the GPU before it captures."""
     card = Card.current
     card.wait_for_all()
     with _on_stream(stream or Stream()):
@@ -344,7 +344,7 @@ class Card:
     Attributes:
         races: What the checker found.
         broken: What broke each capture that was broken.
-        launches: Work on the card and pinned memory, how often.
+        launches: Work on the GPU and pinned memory, how often.
         replays: Of graphs, how many.
         streams: On which there was any.
     """
@@ -362,7 +362,7 @@ class Card:
         self.default.name = "the default stream"
         self.freed: defaultdict[Stream, list[tuple[_Block, object]]] = defaultdict(list)
         self.active = False
-        #: Captures under way, on all threads, and what will wait for the card at some time.
+        #: Captures under way, on all threads, and what will wait for the GPU at some time.
         self.recordings: list[_Recording] = []
         self.to_wait: list[str] = []
         self.broken: list[str] = []
@@ -562,17 +562,17 @@ class Card:
         if self.recording is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
-    # What waits for the card without being asked to
+    # What waits for the GPU without being asked to
 
     def may_wait(self, what: str) -> None:
-        """What happens now may wait for the whole card, which breaks every capture under way."""
+        """What happens now may wait for the whole GPU, which breaks every capture under way."""
         with self.lock:
             for recording in self.recordings:
                 recording.broken = what
                 self.broken.append(what)
 
     def will_wait(self, what: str) -> None:
-        """A thread that the program does not know will wait for the card, at the worst time."""
+        """A thread that the program does not know will wait for the GPU, at the worst time."""
         with self.lock:
             self.to_wait.append(what)
             if self.recordings:
@@ -595,7 +595,7 @@ class Card:
         return self.streams_by_address[address]
 
     def block(self, tensor: Tensor) -> _Block | None:
-        """The block of a tensor on the card or in pinned memory; None for other memory of the
+        """The block of a tensor on the GPU or in pinned memory; None for other memory of the
         host.
         """
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -737,7 +737,7 @@ class Card:
             return results
 
     def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``copy_``, between host and card too."""
+        """``copy_``, between host and GPU too."""
         target, source = args[:2]
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         to, of = ("host" if block is None else block.kind for block in map(self.block, (target, source)))
@@ -894,7 +894,7 @@ class _Functions(TorchFunctionMode):
         return self.card.moved(tensor, wanted, how, non_blocking)
 
     def _host(self, tensor: Tensor) -> Tensor:
-        """The tensor for the host to read: what lies on the card is copied, pinned memory is looked
+        """The tensor for the host to read: what lies on the GPU is copied, pinned memory is looked
         at.
         """
         block = self.card.block(tensor)

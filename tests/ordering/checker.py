@@ -178,7 +178,7 @@ class Checker:
         self._learn(stream, other)
 
     def wait_for_all(self) -> None:
-        """The host waits for the card."""
+        """The host waits for the GPU."""
         host = self.host()
         for stream in list(self._order.current_sync_states):
             if not str(stream).startswith("host thread"):

@@ -3,6 +3,7 @@ import torch
 
 from mose_fast import _dali
 from mose_fast.augment import dali
+from mose_fast.methods import Mose
 from tests.ordering import dali as stand_in
 
 
@@ -15,4 +16,17 @@ def always_one_thread(one_thread):
 def stand_in_dali(monkeypatch):
     monkeypatch.setattr(_dali, "obstacle", lambda: None)
     monkeypatch.setattr(dali, "_build", stand_in.build)
-    monkeypatch.setattr(torch, "from_dlpack", stand_in.from_dlpack)
+
+
+@pytest.fixture
+def steps_wait(monkeypatch):
+    """Steps of MOSE wait for the GPU while they are captured, which breaks the capture."""
+    train_on = Mose.train_on
+
+    def waits(learner, inputs):
+        losses = train_on(learner, inputs)
+        if torch.cuda.is_current_stream_capturing():
+            float(losses["loss"])
+        return losses
+
+    monkeypatch.setattr(Mose, "train_on", waits)

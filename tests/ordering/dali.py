@@ -1,17 +1,15 @@
-"""A stand-in for DALI's pipeline, with the order that DALI keeps on a card and pixels that mean
+"""A stand-in for DALI's pipeline, with the order that DALI keeps on a GPU and pixels that mean
 nothing.
 
 Input is copied on the stream that is named with it. A run has a stream of its own, after that copy.
 The stream that asks for outputs waits for the run. Memory of an output whose last reference has
 gone may be another run's at once. Building and ending a pipeline and freeing an output may wait for
-the whole card. What leaves by DLPack is freed by a thread of DALI's, which first waits for the
-card, at any time.
+the whole GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from tests.ordering.card import Card
 
-__all__ = ["StandInPipeline", "build", "from_dlpack"]
+__all__ = ["StandInPipeline", "build"]
 
 
 class _Made:
@@ -72,15 +70,3 @@ def build(
 ) -> StandInPipeline:
     """In place of ``mose_fast.augment.dali._build``."""
     return StandInPipeline(size)
-
-
-_from_dlpack = torch.from_dlpack
-
-
-def from_dlpack(made: _Made | Tensor) -> Tensor:
-    """In place of ``torch.from_dlpack``."""
-    if isinstance(made, Tensor):
-        return _from_dlpack(made)
-    shared = made.tensor.view_as(made.tensor)
-    weakref.finalize(shared, made.card.will_wait, "DALI's thread that frees what left by DLPack")
-    return shared

@@ -1,5 +1,5 @@
-"""Every method whose steps are captured, on the stand-in card: its graphs give the bits of eager
-steps, its steps never wait for the card, and plans and steps are in order.
+"""Every method whose steps are captured, on the simulated GPU: its graphs give the bits of eager
+steps, its steps never wait for the GPU, and plans and steps are in order.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def expect_equal_steps(
     assert eager[3] == (0, 0) and captured[3][0] > 0 and captured[3][1] > 1
     if config.get("feed") == "dali":
         return  # The stand-in's views are not DALI's.
-    # The optimisers that a card has do what those of the CPU do.
+    # The optimisers that a GPU has do what those of the CPU do.
     plain = Losses()
     run(settings(**config | {"device": "cpu"}), listeners=[plain])
     for (_, found), (_, wanted) in zip(captured[2], plain.told, strict=True):

@@ -1,4 +1,4 @@
-"""Two runs on one card are two processes: on the stand-in card both are captured, and each is the
+"""Two runs on one GPU are two processes: on the simulated GPU both are captured, and each is the
 run that it would be alone. Two threads of one process are refused.
 """
 

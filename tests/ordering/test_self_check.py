@@ -1,15 +1,13 @@
-"""The self-check's captured steps, on the stand-in card: a clean capture passes; one that gives
+"""The self-check's captured steps, on the simulated GPU: a clean capture passes; one that gives
 other numbers, or none, is found, and steps are then taken eagerly.
 """
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mose_fast import _loader
 from mose_fast.methods import create_learner
-from mose_fast.methods.mose import Mose
 from mose_fast.self_check.verdict import switched_off
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import captured as captured_module
@@ -50,16 +48,8 @@ def test_a_replay_of_old_inputs_is_found(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:no CUDA graph of a step could be captured")
-def test_a_capture_that_fails_is_found(monkeypatch):
-    train_on = Mose.train_on
-
-    def waits(learner, inputs):
-        losses = train_on(learner, inputs)
-        if torch.cuda.is_current_stream_capturing():
-            float(losses["loss"])
-        return losses
-
-    monkeypatch.setattr(Mose, "train_on", waits)
+@pytest.mark.usefixtures("steps_wait")
+def test_a_capture_that_fails_is_found():
     (row,) = rows_of_captured_steps()
     assert not row.passed and "no graph could be captured: CUDA error: operation not permitted" in row.said
 

@@ -1,4 +1,4 @@
-"""A sweep's worker on the stand-in card; a run with a race or a broken capture fails."""
+"""A sweep's worker on the simulated GPU; a run with a race or a broken capture fails."""
 
 from __future__ import annotations
 

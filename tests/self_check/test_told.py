@@ -121,7 +121,7 @@ def test_a_resumed_run_is_told_what_is_off_now(obeyed, tmp_path):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """A machine with an emulated card; a function that says which verdict is kept."""
+    """A machine with an emulated GPU; a function that says which verdict is kept."""
     monkeypatch.setattr(_loader, "native", SimpleNamespace())
     monkeypatch.setattr(_loader, "record", {**(_loader.record or {}), "backend": "emulated"})
     monkeypatch.delenv(SWITCH)

@@ -95,7 +95,7 @@ def test_a_check_that_passes_is_run_once_for_a_kind_of_card(process, monkeypatch
     assert quietly() is found
     new_process(monkeypatch)
     assert quietly() == found == stored(CPU) and len(started()) == 1
-    for name in KIND:  # another library, code, torch, card or driver
+    for name in KIND:  # another library, code, torch, GPU or driver
         monkeypatch.setattr(module, "kind_of", lambda device, name=name: {**KIND, name: "another"})
         new_process(monkeypatch)
         assert stored(CPU) is None

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -68,14 +69,6 @@ def test_files_are_those_of_safetensors():
     assert load(serialised({}, metadata).tobytes()) == {}
 
 
-def test_a_checkpoint_without_a_hash_is_refused(tmp_path):
-    path = tmp_path / "step-000000005.safetensors"
-    metadata = {"mose_fast_checkpoint": "1", "values": json.dumps(VALUES)}
-    path.write_bytes(save({name: tensor.contiguous() for name, tensor in TENSORS.items()}, metadata))
-    with pytest.raises(CheckpointError, match="is damaged: its header is unreadable"):
-        load_checkpoint(path)
-
-
 def test_training_on_does_not_change_the_file(tmp_path):
     path = save_checkpoint(tmp_path, 5, TENSORS, VALUES)
     before = path.read_bytes()
@@ -130,6 +123,8 @@ def foreign(name, sprung):
         return save(tensors, {"mose_fast_checkpoint": "1", "values": '{"position": {"ta'})
     if name == "values missing":
         return save(tensors, {"mose_fast_checkpoint": "1"})
+    if name == "no hash":
+        return save(tensors, {"mose_fast_checkpoint": "1", "values": json.dumps(VALUES)})
     assert name == "format no number"
     return save(tensors, {"mose_fast_checkpoint": "one", "values": "{}"})
 
@@ -145,6 +140,7 @@ def foreign(name, sprung):
         ("torch.save of old", "is truncated, damaged or not a checkpoint"),
         ("values cut", "is damaged: its header is unreadable"),
         ("values missing", "is damaged: its header is unreadable"),
+        ("no hash", "is damaged: its header is unreadable"),
         ("format no number", "is damaged: its header is unreadable"),
     ],
 )
@@ -305,7 +301,7 @@ def test_a_snapshot_names_what_is_not_finite(name, value):
 
 
 class Launches(TorchDispatchMode):
-    """Counts what a card would have to launch or copy: all but views of tensors and questions about
+    """Counts what a GPU would have to launch or copy: all but views of tensors and questions about
     them.
     """
 
@@ -348,54 +344,10 @@ def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, ke
     assert max(map(len, copies)) <= 4 and max(map(len, counted)) <= 10, max(counted, key=len)
 
 
-class HostStream:
-    """Stands in for a card's stream."""
-
-    made: list
-
-    def __init__(self, *ignored):
-        self.waited = []
-        self.made.append(self)
-
-    def wait_event(self, event):
-        self.waited.append(event)
-
-    def record_event(self):
-        return "an event"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *ignored):
-        return None
-
-
-def test_checkpoints_on_a_card_share_one_stream_and_are_what_the_state_was(tmp_path, monkeypatch):
-    made: list = []
-    stream = type("Stream", (HostStream,), {"made": made})
-    current = type("Current", (HostStream,), {"made": []})()
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda entered: entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    writer = CheckpointWriter(tmp_path, torch.device("cuda"))
-    tensors = views()
-    for step in range(3):
-        writer.write(step, Snapshot(tensors), {"step": step})
-        for tensor in tensors.values():
-            tensor.add_(1)
-    writer.wait()
-    writer.close()
-    assert len(made) == 1 and made[0].waited == ["an event"] * 3
-    found, values = load_checkpoint(latest(tmp_path))
-    # Those of the third checkpoint, although training went on while it was written.
-    assert values == {"step": 2} and torch.equal(found["bias"], torch.arange(128, 135) + 2.0)
-
-
 def test_a_checkpoint_that_could_not_be_written_is_told_by_the_next_call(tmp_path, monkeypatch):
-    current = type("Current", (HostStream,), {"made": []})()
-    monkeypatch.setattr(torch.cuda, "Stream", type("Stream", (HostStream,), {"made": []}))
-    monkeypatch.setattr(torch.cuda, "stream", lambda entered: entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    # A stand-in for a stream takes every call, and may be entered.
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
     writer = CheckpointWriter(tmp_path / "missing", torch.device("cuda"))
     writer.write(1, Snapshot(TENSORS), {})
     with pytest.raises(RunError, match=r"cannot write .*step-000000001"):

@@ -21,18 +21,11 @@ from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.feeder import Feeder
 from mose_fast.train.ring import DEPTH, Ring
+from tests.train.small import TWO_TASKS, outcome
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
 
-# Two tasks of six batches.
-SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
-    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
-    "width": 1,
-    "memory": 30,
-    "device": "cpu",
-    "feed": "dali",
-}
+SETTINGS = {**TWO_TASKS, "feed": "dali"}
 NAME = "mose-fast views"
 
 
@@ -50,14 +43,6 @@ class Watch(Listener):
         self.losses.append((batch, losses))
         if batch == self.at:
             raise Interrupted
-
-
-def outcome(results: dict) -> dict:
-    return {
-        name: value
-        for name, value in results.items()
-        if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
-    }
 
 
 def noise(count: int, seed: int) -> torch.Tensor:
@@ -242,7 +227,7 @@ class _Counting(TorchDispatchMode):
 
 
 def test_the_thread_that_launches_steps_dispatches_no_more_than_with_the_fused_op():
-    """On a card each of these is a launch or a transfer."""
+    """On a GPU each of these is a launch or a transfer."""
     counts = {}
     for feed in ("dali", "fused"):
         made = create_learner(

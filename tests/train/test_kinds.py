@@ -68,7 +68,7 @@ class Told(Listener):
         learner.begin_task, learner.end_task, learner.data.receive = begin_task, end_task, received
 
 
-# To a method that runs on them, streams without borders are one task each: it gets one of them.
+# To a method that runs on them, streams without task boundaries are one task each: it gets one.
 TAKEN = [
     *((method, "imbalanced") for method in METHODS),
     *zip([method for method in METHODS if method not in NEED_BORDERS], cycle(WITHOUT_BORDERS), strict=False),
@@ -78,7 +78,7 @@ TAKEN = [
 
 @pytest.mark.parametrize(("method", "kind"), TAKEN)
 def test_methods(method, kind, tmp_path):
-    """Those that need borders refuse a stream without before a folder exists; others run on it."""
+    """Those that need task boundaries refuse a stream without before a folder exists."""
     if kind in WITHOUT_BORDERS and method in NEED_BORDERS:
         with pytest.raises(ConfigError, match=f"but a stream of kind '{kind}' has none; wanted a stream of several"):
             run(config(kind, method), out=tmp_path / "run")
@@ -218,7 +218,7 @@ def test_a_run_is_resumed_on_a_stream_of_its_kind(tmp_path):
 
 
 def test_events_have_no_new_task(tmp_path):
-    """A stream without borders has no newest task, whose accuracy would be shown."""
+    """A stream without task boundaries has no newest task, whose accuracy would be shown."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for kind in ("blurry", "tasks"):

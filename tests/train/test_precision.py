@@ -8,21 +8,11 @@ import torch
 from mose_fast.device import Choice
 from mose_fast.methods import create_learner
 from mose_fast.settings.run import RunConfig
-from mose_fast.train import Interrupted, Listener, resume, run
+from mose_fast.train import Interrupted, resume, run
+from tests.train.small import TWO_TASKS
+from tests.train.stop_at import StopAt
 
-SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
-    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
-    "width": 8,
-    "memory": 30,
-    "device": "cpu",
-}
-
-
-class Stop(Listener):
-    def on_batch(self, batch, losses):
-        if batch == 8:
-            raise Interrupted
+SETTINGS = {**TWO_TASKS, "width": 8}
 
 
 def _on_a_card(wanted: str, device: torch.device) -> Choice:
@@ -46,7 +36,7 @@ def test_a_run_that_began_in_bf16_goes_on_in_bf16(tmp_path, card, kernels):
     config = RunConfig.create(**SETTINGS, kernels=kernels)
     whole = run(config)
     with pytest.raises(Interrupted):
-        run(config, out=tmp_path / "run", listeners=[Stop()])
+        run(config, out=tmp_path / "run", listeners=[StopAt(8)])
     card()
     results = resume(tmp_path / "run")
     assert results["config"]["precision"] == "auto"

@@ -15,17 +15,11 @@ from mose_fast.runs.checkpoint import latest
 from mose_fast.runs.files import LOCK
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
+from tests.train.small import TWO_TASKS
 
-# Two tasks of six batches. Steps are small, but wider than one channel: with one, all memory
+# Steps are small, but wider than one channel: with one, all memory
 # formats are the same.
-SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
-    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
-    "width": 4,
-    "memory": 30,
-    "device": "cpu",
-    "checkpoint_every": 3,
-}
+SETTINGS = {**TWO_TASKS, "width": 4, "checkpoint_every": 3}
 BATCHES = 12
 VARIANTS = {
     "plain": {},

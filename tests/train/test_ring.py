@@ -18,21 +18,13 @@ from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.losses import LossReader
 from mose_fast.train.ring import DEPTH, Ring
+from tests.train.small import TWO_TASKS, outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Two tasks of six batches.
-SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
-    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
-    "width": 1,
-    "memory": 30,
-    "device": "cpu",
-}
-
 
 def settings(**changes) -> RunConfig:
-    return RunConfig.create(**{**SETTINGS, **changes})
+    return RunConfig.create(**{**TWO_TASKS, **changes})
 
 
 class Watch(Listener):
@@ -52,14 +44,6 @@ class Watch(Listener):
         self.ahead.append(self.learner.data.sequence - self.learner.steps)
         if batch == self.at:
             self.act()
-
-
-def outcome(results: dict) -> dict:
-    return {
-        name: value
-        for name, value in results.items()
-        if name not in ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
-    }
 
 
 @pytest.fixture(scope="module")
