@@ -59,7 +59,7 @@ def elements_moved(
         dtype: The maps' dtype.
         backward: Count the backward pass too.
     """
-    served = align_conv_serves(dtype, channels, out_channels)
+    served = align_conv_serves(dtype, channels, out_channels, stride)
     entering = images * channels * side**2 * (5 if gate else 4) // 4
     between = images * channels * (side // stride) ** 2
     leaving = images * out_channels * (side // stride) ** 2
