@@ -30,9 +30,7 @@ struct PoolInputs {
                 "; wanted [N, C, H, W] with a pixel");
     x = x_in.contiguous(at::MemoryFormat::ChannelsLast);
     const uintptr_t alignment = on_card(x) ? 16 : 0;  // kernels move vectors
-    TORCH_CHECK(alignment == 0 || reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment == 0, "x starts at ",
-                x.const_data_ptr(), "; wanted a multiple of ", alignment, " bytes");
-    params = {{x.const_data_ptr(), float_type(x, "x")},
+    params = {{on_card(x) ? map_pointer(x, "x", x.sizes(), x) : x.const_data_ptr(), float_type(x, "x")},
               nullptr,
               x.size(0),
               x.size(2) * x.size(3),

@@ -1,8 +1,8 @@
 """A norm, its ReLU and the global average pool in one pass; the normalised map is never written.
 
 Native code serves float32, bfloat16 and float16: it computes in float32, rounds once, and sums in a
-fixed order, so that two runs agree bit for bit. The reference serves float64, on a GPU channels that
-are no multiple of 8, and everything where there is no library. Autocast changes nothing.
+fixed order, so that two runs agree bit for bit. The reference serves float64, on a GPU channels
+that are no multiple of 8, and everything where there is no library. Autocast changes nothing.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
 
 def _serves(x: Tensor) -> bool:
     if _loader.on_card("norm_pool", x) and x.shape[1] % 8 != 0:
+        # In the words of batch_norm_act, which the same network calls: so it is said once.
         say_once(
-            f"norm_pool of {x.shape[1]} channels runs as PyTorch's operations, which is slower: kernels take multiples"
-            " of 8"
+            "batch norm runs as PyTorch's operations, which is slower:"
+            f" a map has {x.shape[1]} channels; kernels take multiples of 8"
         )
         return False
     return _loader.serves("norm_pool", x)

@@ -65,7 +65,7 @@ def test_memory_that_is_not_aligned():
 def test_odd_channels_run_on_pytorch_and_say_so():
     problem = make((5, 67, 3, 5), torch.float32)
     say_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="norm_pool of 67 channels"):
+    with pytest.warns(RuntimeWarning, match="a map has 67 channels"):
         found = results(problem, norm_pool)
     for value, wanted in zip(found, results(problem, problem.form), strict=True):
         torch.testing.assert_close(value, wanted)

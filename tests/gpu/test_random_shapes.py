@@ -716,21 +716,10 @@ def padded_case(draw: Draw) -> None:
         }
         norm = Norm(leaves["weight"], leaves["bias"], None, None)
         y, state = align_conv.align_conv(
-            leaves["x"],
-            leaves["depthwise"],
-            leaves["pointwise"],
-            norm,
-            prologue=leaves["state"],
-            valid_rows=valid,
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, prologue=leaves["state"], valid_rows=valid
         )
         gated = align_conv.align_conv(
-            leaves["x"],
-            leaves["depthwise"],
-            leaves["pointwise"],
-            norm,
-            stride=2,
-            gate=leaves["gate"],
-            valid_rows=valid,
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, stride=2, gate=leaves["gate"], valid_rows=valid
         ).y
         z = batch_norm_act.batch_norm_act(y, norm, relu=False, valid_rows=valid)
         pooled = norm_pool.norm_pool(leaves["x"], leaves["state"], valid)
