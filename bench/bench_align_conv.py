@@ -38,7 +38,7 @@ def elements_moved(case: Case) -> tuple[int, int]:
     and its gradient, and the gradient of y in all.
     """
     images, channels, out_channels, side, stride = (case.shape[name] for name in "NCOHs")
-    served = align_conv_serves(case.dtype, channels, out_channels)
+    served = align_conv_serves(case.dtype, channels, out_channels, stride)
     entering = images * channels * side**2 * (5 if case.shape["gate"] else 4) // 4
     between = images * channels * (side // stride) ** 2
     leaving = images * out_channels * (side // stride) ** 2

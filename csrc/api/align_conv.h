@@ -12,8 +12,9 @@
 
 namespace mf {
 
-// Which kernels take maps of a type with these numbers of channels: the one rule for the launchers,
-// mose_fast/ops and the benchmarks.
+// Which kernels take maps of a type with these numbers of channels, and which forms of the input: the
+// rules for the launchers, mose_fast/ops and the benchmarks. They name what alignment modules and
+// gates have; PyTorch's operations serve the rest.
 struct AlignConvServes {
   bool any;             // all launches below but for the two that follow
   bool fused_forward;   // align_conv_forward: both convolutions and the statistics
@@ -21,23 +22,29 @@ struct AlignConvServes {
   bool fused_weights;   // ... and with the gradient of these weights: for more of them partial sums cost too much
 };
 
-constexpr AlignConvServes align_conv_serves(FloatType type, int64_t channels, int64_t out_channels) {
+constexpr AlignConvServes align_conv_serves(FloatType type, int64_t channels, int64_t out_channels,
+                                            int64_t stride = 1) {
   const bool any = type != FloatType::kFloat64 && channels >= 8 && channels % 8 == 0 && channels < INT32_MAX &&
                    out_channels >= 8 && out_channels % 8 == 0 && out_channels <= 2048;
   const bool narrow = any && type != FloatType::kFloat32 && channels <= 128;
   const bool fused_backward = narrow && out_channels % 16 == 0 && out_channels <= 128;
-  return {any, narrow && channels % 16 == 0 && out_channels <= 256, fused_backward, fused_backward && channels <= 64};
+  return {any, narrow && channels % 16 == 0 && out_channels <= (stride == 1 ? 256 : 128), fused_backward,
+          fused_backward && channels <= 64};
+}
+
+constexpr bool align_conv_serves_form(int64_t stride, bool prologue, bool gate) {
+  return stride == 1 ? prologue && !gate : stride == 2 && !(prologue && gate);
 }
 
 // What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
-// times sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16
-// or float16, all of one type; they and the prologue are aligned to 16 bytes.
+// x sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16 or
+// float16, all of one type; they and the prologue are aligned to 16 bytes.
 struct AlignConvInput {
   FloatType type;
   const void* x;          // [images, height, width, channels]
   FloatArray depthwise;   // [channels, 9], rounded to `type` before use
   const float* prologue;  // [kNormRows, channels]; null: none
-  const void* gate;       // [images, height / 2, width / 2, channels]; null: none. Wants even sides
+  const void* gate;       // [images, height / 2, width / 2, channels]; null: none
   int64_t images;
   int64_t height;
   int64_t width;

@@ -23,13 +23,12 @@ struct AugmentParams {
   const int32_t* layout;  // [views, kLayout]
   const int32_t* codes;   // [draws, 6] of augment_parameters
   const float* factors;   // [draws, 4]
-  void* output;  // [views, height, width, channels] of `type`, not overlapping anything; channels from 3 on are zero
+  void* output;           // [views, height, width, 3] of `type`, not overlapping anything
   int64_t row_count;
   int64_t views;
   int64_t draws;
-  int32_t height;    // 1 to kMaxSide
-  int32_t width;     // 1 to kMaxSide
-  int32_t channels;  // 3, 4 or 8
+  int32_t height;  // 1 to kMaxSide
+  int32_t width;   // 1 to kMaxSide
   FloatType type;
   float mean[3];  // of images in [0, 1]
   float std[3];

@@ -21,9 +21,9 @@
 
 namespace mf {
 
-// Launches that end in sums run one block of this many threads on each of the card's processors
+// Launches that end in sums run one block of this many threads on each of the GPU's processors
 // (fewer for a small map), and their workspace is that of this grid. The order of the sums depends
-// on `processors`: bits agree among runs, not among kinds of cards.
+// on `processors`: bits agree among runs, not among kinds of GPUs.
 constexpr int kNormThreads = 512;
 
 inline ChannelGrid norm_grid(const MapShape& shape, int processors) {

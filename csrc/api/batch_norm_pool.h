@@ -1,5 +1,5 @@
 // Batch norm, residual add, ReLU and global average pool of a map in NHWC, which is read but never
-// written: pooled = mean over an image's pixels of y = relu(norm(x) + residual). On a card alone.
+// written: pooled = mean over an image's pixels of y = relu(norm(x) + residual). On a GPU alone.
 //
 // Forward keeps for each image and channel the number of pixels with y > 0 and the sum of their x -
 // mean, and one bit an element, so that the norm's sums (api/batch_norm_act.h) need no pass over the

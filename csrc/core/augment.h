@@ -86,7 +86,7 @@ MF_HD inline float clamped(float x) {
 
 // atan2(y, x) in turns, in [0, 1], within 3e-8: a minimax polynomial on the octant, then
 // reflections. Without branches, so that compilers vectorise it. The same formula on every device, but
-// not the same last bits: nvcc fuses multiply and add, so that a card's views agree with the CPU's to
+// not the same last bits: nvcc fuses multiply and add, so that a GPU's views agree with the CPU's to
 // 1e-5. Random decisions are equal bit for bit.
 MF_HD inline float turns(float y, float x) {
   const float length_x = x < 0.0f ? -x : x;

@@ -82,6 +82,15 @@ MF_HD inline void finish_norm(const NormParams& norm, const Moments& moments, in
   state[kShift * channels + c] = norm.bias == nullptr ? 0.0f : norm.bias[c];
 }
 
+// Writes the gradient of channel c of a state from sum g and sum g (x - mean), g that of the normalised value.
+MF_HD inline void write_state_gradient(const float* state, int64_t channels, int64_t c, float sum, float product,
+                                       float* grad) {
+  grad[kMean * channels + c] = -state[kScale * channels + c] * sum;
+  grad[kInverseStd * channels + c] = 0.0f;
+  grad[kScale * channels + c] = product;
+  grad[kShift * channels + c] = sum;
+}
+
 // What flows from a norm's state back to its parameters and to the map that its statistics are of.
 struct NormBackward {
   float weight;  // gradient of the norm's weight

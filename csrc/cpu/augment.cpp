@@ -86,11 +86,11 @@ MF_VECTOR_CLONES void make_gray(float* red, float* green, float* blue, int64_t c
   }
 }
 
-template <typename T, int kChannels>
+template <typename T>
 void store(const float* plane, T* output, int64_t pixels) {
   for (int64_t i = 0; i < pixels; ++i) {
-    for (int c = 0; c < kChannels; ++c) {
-      round_to(c < 3 ? plane[c * pixels + i] : 0.0f, output[i * kChannels + c]);
+    for (int c = 0; c < 3; ++c) {
+      round_to(plane[c * pixels + i], output[i * 3 + c]);
     }
   }
 }
@@ -135,15 +135,15 @@ void sample(const AugmentParams& params, const uint8_t* image, const int32_t* co
   divide(plane, 255.0f, 3 * pixels);
 }
 
-template <typename T, int kChannels>
+template <typename T>
 void make_view(const AugmentParams& params, int64_t view, const T (&plain)[3][256], Scratch& scratch) {
   const int64_t pixels = static_cast<int64_t>(params.height) * params.width;
-  T* output = static_cast<T*>(params.output) + view * pixels * kChannels;
+  T* output = static_cast<T*>(params.output) + view * pixels * 3;
   const ViewOrigin origin = find_view(params, view);
   if (origin.image == nullptr) {
     T value;
     round_to(origin.invalid ? std::numeric_limits<float>::quiet_NaN() : 0.0f, value);
-    std::fill_n(output, pixels * kChannels, value);
+    std::fill_n(output, pixels * 3, value);
     return;
   }
   const uint8_t* image = origin.image;
@@ -157,11 +157,9 @@ void make_view(const AugmentParams& params, int64_t view, const T (&plain)[3][25
     image = scratch.oriented.data();
   }
   if (origin.draw < 0) {
-    T zero;
-    round_to(0.0f, zero);
     for (int64_t i = 0; i < pixels; ++i) {
-      for (int c = 0; c < kChannels; ++c) {
-        output[i * kChannels + c] = c < 3 ? plain[c][image[3 * i + c]] : zero;
+      for (int c = 0; c < 3; ++c) {
+        output[i * 3 + c] = plain[c][image[3 * i + c]];
       }
     }
     return;
@@ -184,10 +182,10 @@ void make_view(const AugmentParams& params, int64_t view, const T (&plain)[3][25
   if ((code[5] & AugmentParameters::kGray) != 0) {
     make_gray(plane, plane + pixels, plane + 2 * pixels, pixels);
   }
-  store<T, kChannels>(plane, output, pixels);
+  store(plane, output, pixels);
 }
 
-template <typename T, int kChannels>
+template <typename T>
 void make_views(const AugmentParams& params, int threads) {
   // Views that are not augmented only look up the 256 values of each channel.
   T plain[3][256];
@@ -201,22 +199,8 @@ void make_views(const AugmentParams& params, int threads) {
     Scratch scratch(params.height, params.width);
 #pragma omp for schedule(dynamic, 4)
     for (int64_t view = 0; view < params.views; ++view) {
-      make_view<T, kChannels>(params, view, plain, scratch);
+      make_view<T>(params, view, plain, scratch);
     }
-  }
-}
-
-template <typename T>
-void make_views(const AugmentParams& params, int threads) {
-  switch (params.channels) {
-    case 3:
-      return make_views<T, 3>(params, threads);
-    case 4:
-      return make_views<T, 4>(params, threads);
-    case 8:
-      return make_views<T, 8>(params, threads);
-    default:
-      MF_CHECK(false, "channels is ", params.channels, "; wanted 3, 4 or 8");
   }
 }
 

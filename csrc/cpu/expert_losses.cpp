@@ -1,4 +1,4 @@
-// The expert losses in plain C++: serves users without a card, and is the oracle for
+// The expert losses in plain C++: serves users without a GPU, and is the oracle for
 // csrc/cuda/expert_losses.cuh.
 //
 // Each row is summed by one thread in a fixed order and rows are added up in order, so the number

@@ -105,10 +105,7 @@ void state_gradient(const NormPoolBackward& params) {
       }
     }
     for (int64_t c = 0; c < channels; ++c) {
-      params.dstate[kMean * in.channels + first + c] = -in.state[kScale * in.channels + first + c] * dshift[c];
-      params.dstate[kInverseStd * in.channels + first + c] = 0.0f;
-      params.dstate[kScale * in.channels + first + c] = dscale[c];
-      params.dstate[kShift * in.channels + first + c] = dshift[c];
+      write_state_gradient(in.state, in.channels, first + c, dshift[c], dscale[c], params.dstate);
     }
   }
 }

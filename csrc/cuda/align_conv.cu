@@ -1,3 +1,4 @@
+// The kernels and launchers of align_conv: how many blocks, of which tiles, with how much shared memory.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,17 +15,17 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kFinishThreads = 1024;  // few blocks, which wait for memory
 // Blocks that loop over tiles: as many as run at once on 132 multiprocessors of 227 KiB, the same
-// on every card, so that sums are too.
+// on every GPU, so that sums are too.
 constexpr int64_t kMultiprocessors = 132;
 constexpr size_t kSharedOfMultiprocessor = 227 * 1024;
 constexpr size_t kSharedOfSystem = 1024;  // for each block
 
-// Blocks of a multiprocessor that registers must leave room for.
+// Blocks on a multiprocessor: __launch_bounds__ limits registers so that as many fit.
 template <typename T>
 constexpr int kDepthwiseBlocks = sizeof(T) == 2 ? 3 : 2;
 constexpr int kForwardBlocks = 2;
-// Fewer blocks write fewer partial sums of the weights' gradient, which are about as many bytes as the
-// operands.
+// With the weights' gradient fewer: each block writes partial sums of it, in all about as many bytes as
+// the operands have.
 template <bool kWeights>
 constexpr int kProductBlocks = kWeights ? 2 : 3;
 constexpr int kBackwardBlocks = 2;
@@ -66,12 +67,12 @@ __global__ void __launch_bounds__(kThreads) align_conv_weights_kernel(const Alig
   align_conv_weights_block<kThreads>(params, parts, memory);
 }
 
-template <typename T, int kStride, bool kGate, bool kPrologue>
+template <typename T, int kStride, Prologue kPrologue>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     align_conv_backward_kernel(const AlignConvBackward params, const Tiles tiles,
-                               const BackwardRegions<kStride, kGate> regions) {
+                               const BackwardRegions<kStride, kPrologue> regions) {
   MF_DYNAMIC_SHARED(memory);
-  align_conv_backward_block<T, kStride, kGate, kPrologue, kThreads>(params, tiles, regions, memory);
+  align_conv_backward_block<T, kStride, kPrologue, kThreads>(params, tiles, regions, memory);
 }
 
 __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignConvBackward params, const int parts) {
@@ -87,11 +88,11 @@ void check(const AlignConvInput& in) {
            "an image has ", in.height, " x ", in.width, " pixels of ", in.channels,
            " channels; wanted fewer than 2^31 numbers, and fewer than 2^23 channels");
   MF_CHECK(in.images >= 0, "images is ", in.images, "; wanted at least 0");
-  MF_CHECK(in.stride == 1 || in.stride == 2, "stride is ", in.stride, "; wanted 1 or 2");
+  MF_CHECK(align_conv_serves_form(in.stride, in.prologue != nullptr, in.gate != nullptr), "stride is ", in.stride,
+           in.prologue != nullptr ? ", with" : ", without", " a prologue and ", in.gate != nullptr ? "with" : "without",
+           " a gate; wanted stride 1 with a prologue alone, or stride 2 with at most one of them");
   MF_CHECK(in.stride == 1 || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
            "; wanted even ones for stride 2");
-  MF_CHECK(in.gate == nullptr || (in.height % 2 == 0 && in.width % 2 == 0), "sides are ", in.height, " x ", in.width,
-           "; wanted even ones for a gate");
 }
 
 int64_t blocks_at_once(size_t shared_bytes, int64_t most) {
@@ -107,6 +108,21 @@ auto with_type_and_stride(FloatType type, int64_t stride, const Function& f) {
   });
 }
 
+// Calls f(type, stride, prologue) with all three as constants.
+template <typename Function>
+auto with_form(const AlignConvInput& in, const Function& f) {
+  return with_type(in.type, [&](auto t) {
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if (in.prologue != nullptr) {
+      const auto norm = std::integral_constant<Prologue, Prologue::kNorm>();
+      return in.stride == 1 ? f(t, One(), norm) : f(t, Two(), norm);
+    }
+    return in.gate != nullptr ? f(t, Two(), std::integral_constant<Prologue, Prologue::kGate>())
+                              : f(t, Two(), std::integral_constant<Prologue, Prologue::kNone>());
+  });
+}
+
 template <typename SomeTiles>
 struct Plan {
   SomeTiles tiles;
@@ -115,23 +131,25 @@ struct Plan {
 };
 
 template <typename T, int kStride>
-size_t entering_bytes(int height, int width) {
-  return static_cast<size_t>(entering<kStride>(1, height, width).pixels()) * kSlice * sizeof(T);
+size_t input_bytes(int height, int width) {
+  return static_cast<size_t>(InputRegion::of<kStride>(1, height, width).pixels()) * kSlice * sizeof(T);
 }
 
 template <typename T>
 constexpr size_t kTapBytes = size_t{kSlice} * kTapCount * sizeof(T);
 
+// Of kernels whose blocks keep to a slice of channels: as many of each slice.
+int64_t blocks_of_slices(int64_t channels, int64_t tiles, size_t shared_bytes, int64_t most) {
+  const int64_t slices = slices_of(channels);
+  return slices * std::max<int64_t>(1, std::min(tiles, blocks_at_once(shared_bytes, most) / slices));
+}
+
 template <typename T, int kStride>
 Plan<ForwardTiles> depthwise_plan(const AlignConvInput& in) {
   Plan<ForwardTiles> plan{};
-  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>, kMostShared - kTapBytes<T>);
-  plan.shared_bytes =
-      plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
-  const int64_t slices = slices_of(in.channels);
-  plan.blocks =
-      slices * std::max<int64_t>(1, std::min<int64_t>(plan.tiles.total,
-                                                      blocks_at_once(plan.shared_bytes, kDepthwiseBlocks<T>) / slices));
+  plan.tiles = ForwardTiles::of<kStride>(in, &input_bytes<T, kStride>, kMostShared - kTapBytes<T>);
+  plan.shared_bytes = plan.tiles.images * input_bytes<T, kStride>(plan.tiles.height, plan.tiles.width) + kTapBytes<T>;
+  plan.blocks = blocks_of_slices(in.channels, plan.tiles.total, plan.shared_bytes, kDepthwiseBlocks<T>);
   return plan;
 }
 
@@ -144,17 +162,19 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   const AlignConvInput& in = params.input;
   check(in);
   static_assert(!align_conv_serves(FloatType::kBFloat16, 128, kMaxChunks * kSlice + 8).fused_forward);
-  MF_CHECK(align_conv_serves(in.type, in.channels, params.out_channels).fused_forward, "channels and out_channels are ",
-           in.channels, " and ", params.out_channels,
-           "; wanted a multiple of 16 up to 128 and a multiple of 8 up to 256, in bfloat16 or float16");
+  static_assert(!align_conv_serves(FloatType::kBFloat16, 128, 2 * kSlice + 8, 2).fused_forward);
+  MF_CHECK(align_conv_serves(in.type, in.channels, params.out_channels, in.stride).fused_forward,
+           "channels and out_channels are ", in.channels, " and ", params.out_channels,
+           "; wanted a multiple of 16 up to 128 and a multiple of 8 up to ", in.stride == 1 ? 256 : 128,
+           ", in bfloat16 or float16");
   MF_CHECK(in.out_height() * in.out_width() <= INT32_MAX / params.out_channels, "an image has ", in.out_height(), " x ",
            in.out_width(), " pixels of ", params.out_channels, " channels put out; wanted fewer than 2^31 numbers");
-  const FusedMemory without = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kThreads);
+  const FusedMemory without_input = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kThreads);
   FusedPlan plan{};
-  plan.tiles = ForwardTiles::of<kStride>(in, &entering_bytes<T, kStride>,
-                                         kMostShared - (without.bytes - (without.taps - without.staged)));
+  plan.tiles = ForwardTiles::of<kStride>(
+      in, &input_bytes<T, kStride>, kMostShared - (without_input.bytes - (without_input.taps - without_input.staged)));
   plan.memory = FusedMemory::of(in.channels, params.out_channels,
-                                plan.tiles.images * entering_bytes<T, kStride>(plan.tiles.height, plan.tiles.width),
+                                plan.tiles.images * input_bytes<T, kStride>(plan.tiles.height, plan.tiles.width),
                                 sizeof(T), kThreads);
   plan.shared_bytes = plan.memory.bytes;
   plan.blocks = std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kForwardBlocks));
@@ -168,46 +188,31 @@ void forward(const AlignConvForward& params, Stream stream) {
                   plan.shared_bytes, stream, params, plan.tiles, plan.memory);
 }
 
-template <typename T, int kStride, bool kGate>
-BackwardRegions<kStride, kGate> backward_regions(const AlignConvInput& in, const Tiles& tiles) {
-  return BackwardRegions<kStride, kGate>::of(in, kPixelsBeforeTile<T, kGate, kThreads>, tiles.images, tiles.height,
-                                             tiles.width);
-}
-
-template <typename T, int kStride, bool kGate>
+template <typename T, int kStride, Prologue kPrologue>
 size_t backward_bytes(int height, int width) {
-  return BackwardRegions<kStride, kGate>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
+  return BackwardRegions<kStride, kPrologue>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
 }
 
-template <typename T, int kStride, bool kGate>
-Plan<Tiles> backward_plan(const AlignConvInput& in) {
+template <int kStride, Prologue kPrologue>
+struct BackwardPlan : Plan<Tiles> {
+  BackwardRegions<kStride, kPrologue> regions;
+};
+
+template <typename T, int kStride, Prologue kPrologue>
+BackwardPlan<kStride, kPrologue> backward_plan(const AlignConvInput& in) {
   constexpr int kSide = sizeof(T) == 2 ? 2 * kTileSide : kTileSide;
-  constexpr bool kIsFlat = kGate || kStride == 1;  // so that two blocks fit into a multiprocessor, on every card
-  constexpr size_t kBefore = kPixelsBeforeTile<T, kGate, kThreads> * BackwardBlock<kThreads>::kPitch * sizeof(T);
-  Plan<Tiles> plan{};
-  plan.tiles = Tiles::of(in.images, in.height, in.width, kSide, &backward_bytes<T, kStride, kGate>,
-                         kMostShared - kBefore, kIsFlat ? kTileSide : kSide);
-  plan.shared_bytes = backward_regions<T, kStride, kGate>(in, plan.tiles).template bytes<T, kThreads>();
-  const int64_t slices = slices_of(in.channels);
-  plan.blocks =
-      slices * std::max<int64_t>(
-                   1, std::min<int64_t>(plan.tiles.total, blocks_at_once(plan.shared_bytes, kBackwardBlocks) / slices));
+  // So that two blocks fit into a multiprocessor, on every GPU.
+  constexpr int kRows = kPrologue == Prologue::kGate || kStride == 1 ? kTileSide : kSide;
+  constexpr int kHeader = kHeaderPixels<T, kPrologue, kThreads>;
+  constexpr size_t kHeaderBytes = kHeader * BackwardBlock<kThreads>::kPitch * sizeof(T);
+  BackwardPlan<kStride, kPrologue> plan{};
+  plan.tiles = Tiles::of(in.images, in.height, in.width, kRows, kSide, &backward_bytes<T, kStride, kPrologue>,
+                         kMostShared - kHeaderBytes);
+  plan.regions =
+      BackwardRegions<kStride, kPrologue>::of(in, kHeader, plan.tiles.images, plan.tiles.height, plan.tiles.width);
+  plan.shared_bytes = plan.regions.template bytes<T, kThreads>();
+  plan.blocks = blocks_of_slices(in.channels, plan.tiles.total, plan.shared_bytes, kBackwardBlocks);
   return plan;
-}
-
-template <typename T, int kStride, bool kGate, bool kPrologue>
-void backward(const AlignConvBackward& params, Stream stream) {
-  static_assert(BackwardBlock<kThreads>::kChannels == kSlice);
-  const auto plan = backward_plan<T, kStride, kGate>(params.input);
-  const auto regions = backward_regions<T, kStride, kGate>(params.input, plan.tiles);
-  MF_LAUNCH_AFTER((align_conv_backward_kernel<T, kStride, kGate, kPrologue>), static_cast<unsigned>(plan.blocks),
-                  kThreads, plan.shared_bytes, stream, params, plan.tiles, regions);
-}
-
-template <typename T, int kStride, bool kGate>
-void backward(const AlignConvBackward& params, Stream stream) {
-  params.input.prologue != nullptr ? backward<T, kStride, kGate, true>(params, stream)
-                                   : backward<T, kStride, kGate, false>(params, stream);
 }
 
 template <bool kWeights>
@@ -250,10 +255,8 @@ int64_t align_conv_moments(const AlignConvForward& params) {
 
 int64_t align_conv_sums(const AlignConvInput& in) {
   check(in);
-  return with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) -> int64_t {
-    using T = decltype(type);
-    const int64_t blocks = in.gate != nullptr ? backward_plan<T, stride.value, true>(in).blocks
-                                              : backward_plan<T, stride.value, false>(in).blocks;
+  return with_form(in, [&](auto type, auto stride, auto prologue) -> int64_t {
+    const int64_t blocks = backward_plan<decltype(type), stride.value, prologue.value>(in).blocks;
     return in.images == 0 ? 0 : blocks / slices_of(in.channels);
   });
 }
@@ -288,9 +291,9 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
       if constexpr (sizeof(T) == 2) {
         if (params.out_channels <= kSlice) {
           forward<T, kStride, 1>(params, run_on);
-        } else if (params.out_channels <= 2 * kSlice) {
+        } else if (kStride == 2 || params.out_channels <= 2 * kSlice) {
           forward<T, kStride, 2>(params, run_on);
-        } else {
+        } else if constexpr (kStride == 1) {
           forward<T, kStride, kMaxChunks>(params, run_on);
         }
       }
@@ -332,13 +335,12 @@ void align_conv_backward(const AlignConvBackward& params, Stream run_on) {
   MF_CHECK((params.depthwise.data == nullptr && params.prologue == nullptr) || params.sums != nullptr || in.images == 0,
            "sums is null; wanted a workspace for the gradients of depthwise and prologue");
   if (in.images > 0) {
-    with_type_and_stride(in.type, in.stride, [&](auto type, auto stride) {
+    static_assert(BackwardBlock<kThreads>::kChannels == kSlice);
+    with_form(in, [&](auto type, auto stride, auto prologue) {
       using T = decltype(type);
-      if (in.gate != nullptr) {
-        backward<T, stride.value, true>(params, run_on);
-      } else {
-        backward<T, stride.value, false>(params, run_on);
-      }
+      const auto plan = backward_plan<T, stride.value, prologue.value>(in);
+      MF_LAUNCH_AFTER((align_conv_backward_kernel<T, stride.value, prologue.value>), static_cast<unsigned>(plan.blocks),
+                      kThreads, plan.shared_bytes, run_on, params, plan.tiles, plan.regions);
     });
   }
   if (params.depthwise.data != nullptr || params.prologue != nullptr) {

@@ -1,8 +1,18 @@
-// Kernel bodies of the gradient of align_conv's y, of its product with the pointwise weights, and of
-// these weights' gradient.
+// The backward of align_conv through the norm's statistics and the pointwise convolution y = m W^T, with
+// W [channels, in_channels]:
+//   total = dy + slope (y - mean) + offset      [pixels, channels], slope and offset from the state's gradient,
+//   dm = total W                                [pixels, in_channels], for up to 128 channels, in 16 bits,
+//   dW = total^T m                              [channels, in_channels], for up to 64 of m.
+// align_conv_grad_y_block computes the first alone; cuBLAS then multiplies. align_conv_product_block computes
+// the first two, and with kWeights all three without writing `total`: a block takes 64 pixels at a time,
+// writes their total gradient to shared memory as an operand of both products, and keeps its part of dW in
+// registers over all its tiles, which a second launch adds up (align_conv_sums.cuh).
 #pragma once
 
 #include "cuda/align_conv_tile.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/mma.cuh"
+#include "cuda/vec.cuh"
 
 namespace mf::cuda {
 
@@ -94,7 +104,7 @@ struct ProductMemory {
   MF_HD static ProductMemory of(int64_t channels, int64_t in_channels, int element, bool has_kept) {
     ProductMemory memory{};
     memory.left_stride = static_cast<int>(channels) + kPadding;
-    memory.right_stride = static_cast<int>(up_to(in_channels, kSlice)) + kPadding;
+    memory.right_stride = static_cast<int>(round_up(in_channels, kSlice)) + kPadding;
     memory.left = static_cast<size_t>(channels) * memory.right_stride * element;
     memory.product = memory.left + size_t{kTilePixels} * memory.left_stride * element;
     memory.kept = memory.product + size_t{kTilePixels} * (kSlice + kPadding) * element;
@@ -136,15 +146,15 @@ struct WeightSums {
         for (int n = 0; n < 4; n += 2) {
           uint32_t b[4];
           load_transposed(b, kept + (k + lane % 16) * stride + column + n * 8 + lane / 16 * 8);
-          multiply_tile(sum[u][n], a, {b[0], b[1]}, T());
-          multiply_tile(sum[u][n + 1], a, {b[2], b[3]}, T());
+          mma_16x8x16(sum[u][n], a, {b[0], b[1]}, T());
+          mma_16x8x16(sum[u][n + 1], a, {b[2], b[3]}, T());
         }
       }
     });
   }
 
-  // Leaves what the block has: [channels][in_channels]
-  __device__ void leave(float* to, int channels, int in_channels) const {
+  // Writes what the block has: [channels][in_channels]
+  __device__ void write_partial(float* to, int channels, int in_channels) const {
     const int lane = threadIdx.x % kLanes;
     each_unit(channels, [&](int u, int row, int column) {
 #pragma unroll
@@ -159,6 +169,37 @@ struct WeightSums {
     });
   }
 };
+
+// product [kTilePixels][kSlice] = left [kTilePixels][depth] times kSlice columns of weights [depth][]: a
+// warp takes 16 pixels and 32 channels at a time. Rows are the strides apart.
+template <typename T, int kThreads>
+__device__ void multiply_chunk(const T* left, int left_stride, const T* weights, int stride, int depth, T* product) {
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll 1
+  for (int unit = threadIdx.x / kLanes; unit < 8; unit += kThreads / kLanes) {
+    const int first_row = unit % 4 * 16;
+    const int first_column = unit / 4 * 32;
+    float d[4][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < depth; k += 16) {
+      uint32_t a[4];
+      load_rows(a, left + (first_row + lane % 16) * left_stride + k + lane / 16 * 8);
+#pragma unroll
+      for (int n = 0; n < 4; n += 2) {
+        uint32_t b[4];
+        load_transposed(b, weights + (k + lane % 16) * stride + first_column + n * 8 + lane / 16 * 8);
+        mma_16x8x16(d[n], a, {b[0], b[1]}, T());
+        mma_16x8x16(d[n + 1], a, {b[2], b[3]}, T());
+      }
+    }
+    T* to = product + (first_row + lane / 4) * (kSlice + kPadding) + first_column + lane % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      store_pair(to + n * 8, {d[n][0], d[n][1]});
+      store_pair(to + n * 8 + 8 * (kSlice + kPadding), {d[n][2], d[n][3]});
+    }
+  }
+}
 
 // The gradient of y and its product with the pointwise weights, 64 pixels at a time; with kWeights
 // also what the block has of these weights' gradient.
@@ -220,8 +261,8 @@ __device__ void align_conv_product_block(const AlignConvGradY& params, const Pro
       if constexpr (kWeights) {
         of_weights.add(left, memory_map.left_stride, kept, memory_map.right_stride, channels);
       }
-      multiply_chunk<T, true, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride,
-                                        channels, product);
+      multiply_chunk<T, kThreads>(left, memory_map.left_stride, weights + column, memory_map.right_stride, channels,
+                                  product);
       __syncthreads();
 #pragma unroll 1
       for (int i = threadIdx.x; i < kTilePixels * kVectors; i += kThreads) {
@@ -235,7 +276,8 @@ __device__ void align_conv_product_block(const AlignConvGradY& params, const Pro
     }
   }
   if constexpr (kWeights) {
-    of_weights.leave(params.sums + static_cast<int64_t>(blockIdx.x) * channels * in_channels, channels, in_channels);
+    of_weights.write_partial(params.sums + static_cast<int64_t>(blockIdx.x) * channels * in_channels, channels,
+                             in_channels);
   }
 }
 

@@ -1,23 +1,29 @@
-// The sums that align_conv's backward keeps over all pixels: what a block leaves of them, and their
-// total by a second launch, in a fixed order.
+// The sums over all pixels of align_conv's backward: what a block writes of them, float32
+// [blocks, kAlignConvSums, channels] (nine weights, then the prologue's shift and scale), or for the
+// pointwise weights [blocks, channels, in_channels]; and their total by a second launch, in a fixed order.
 #pragma once
 
 #include "cuda/align_conv_gather.cuh"
 
 namespace mf::cuda {
 
-// Leaves a block's sums for the prologue, of the warp's eight channels: behind those of the taps.
-__device__ inline void leave_prologue(float2 shift, float2 scale, float* to, int64_t channels) {
-  shift = sum_of_quads(shift);
-  scale = sum_of_quads(scale);
+// The gradients of a prologue's shift and scale, in two channels.
+struct PrologueSums {
+  float2 shift, scale;
+};
+
+// Writes a block's sums for the prologue, in the warp's eight channels: behind those of the taps.
+__device__ inline void write_partial_prologue(const PrologueSums& sums, float* to, int64_t channels) {
+  const float2 shift = sum_of_quads(sums.shift);
+  const float2 scale = sum_of_quads(sums.scale);
   if (quad_of_lane() == 0) {
     store_pair(to + kTapCount * channels + channel_of_lane(), shift);
     store_pair(to + (kTapCount + 1) * channels + channel_of_lane(), scale);
   }
 }
 
-// Adds up what the blocks left, `step` apart: the warps share the parts. Warp 0 gets the sum, its lane
-// that of its number, beginning at `from`. memory: float [kThreads]
+// Adds up the blocks' parts, `step` apart: the warps share them. Lane l of warp 0 gets the sum of the
+// numbers at `from`, which is that lane's. memory: float [kThreads]
 template <int kThreads>
 __device__ float sum_of_parts(const float* from, int64_t step, int parts, unsigned char* memory) {
   constexpr int kWarps = kThreads / kLanes;

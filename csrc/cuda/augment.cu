@@ -8,29 +8,10 @@ namespace {
 
 // Four blocks a multiprocessor leave 64 registers a thread; left to itself, ptxas takes 48 on sm_80
 // and spills.
-template <typename T, int kChannels>
+template <typename T>
 __global__ void __launch_bounds__(kAugmentThreads, 4) augment_kernel(const AugmentParams params) {
   MF_DYNAMIC_SHARED(shared);
-  augment_block<T, kChannels>(params, shared);
-}
-
-template <typename T>
-void launch(const AugmentParams& params, Stream stream) {
-  const auto blocks = static_cast<unsigned>(params.views);
-  const auto bytes = static_cast<size_t>(augment_shared_bytes(params.height, params.width));
-  switch (params.channels) {
-    case 3:
-      MF_LAUNCH((augment_kernel<T, 3>), blocks, kAugmentThreads, bytes, stream, params);
-      break;
-    case 4:
-      MF_LAUNCH((augment_kernel<T, 4>), blocks, kAugmentThreads, bytes, stream, params);
-      break;
-    case 8:
-      MF_LAUNCH((augment_kernel<T, 8>), blocks, kAugmentThreads, bytes, stream, params);
-      break;
-    default:
-      MF_CHECK(false, "channels is ", params.channels, "; wanted 3, 4 or 8");
-  }
+  augment_block<T>(params, shared);
 }
 
 }  // namespace
@@ -45,7 +26,11 @@ void augment(const AugmentParams& params, Stream stream) {
   if (params.views == 0) {
     return;
   }
-  with_type<BFloat16, Float16>(params.type, [&](auto type) { launch<decltype(type)>(params, stream); });
+  const auto bytes = static_cast<size_t>(augment_shared_bytes(params.height, params.width));
+  with_type<BFloat16, Float16>(params.type, [&](auto type) {
+    MF_LAUNCH((augment_kernel<decltype(type)>), static_cast<unsigned>(params.views), kAugmentThreads, bytes, stream,
+              params);
+  });
 }
 
 }  // namespace mf::cuda

@@ -33,22 +33,17 @@ struct Pixel {
   float red, green, blue;
 };
 
-template <typename T, int kChannels>
-struct alignas(kChannels == 3               ? sizeof(T)
-               : sizeof(T) * kChannels > 16 ? 16
-                                            : sizeof(T) * kChannels) StoredPixel {
-  T channel[kChannels];
+template <typename T>
+struct StoredPixel {
+  T channel[3];
 };
 
-template <typename T, int kChannels>
-__device__ void store_pixel(StoredPixel<T, kChannels>* output, int32_t index, const Pixel& pixel) {
-  StoredPixel<T, kChannels> stored;
+template <typename T>
+__device__ void store_pixel(StoredPixel<T>* output, int32_t index, const Pixel& pixel) {
+  StoredPixel<T> stored;
   round_to(pixel.red, stored.channel[0]);
   round_to(pixel.green, stored.channel[1]);
   round_to(pixel.blue, stored.channel[2]);
-  for (int c = 3; c < kChannels; ++c) {
-    round_to(0.0f, stored.channel[c]);
-  }
   output[index] = stored;
 }
 
@@ -107,10 +102,10 @@ __device__ Pixel block_mean(AugmentShared& shared, int32_t pixels, const Of& of)
   return {mean[0], mean[1], mean[2]};
 }
 
-template <typename T, int kChannels>
-__device__ void fill_view(StoredPixel<T, kChannels>* output, int32_t pixels, float value) {
-  StoredPixel<T, kChannels> stored;
-  for (int c = 0; c < kChannels; ++c) {
+template <typename T>
+__device__ void fill_view(StoredPixel<T>* output, int32_t pixels, float value) {
+  StoredPixel<T> stored;
+  for (int c = 0; c < 3; ++c) {
     round_to(value, stored.channel[c]);
   }
   for (int32_t i = threadIdx.x; i < pixels; i += static_cast<int32_t>(blockDim.x)) {
@@ -119,13 +114,13 @@ __device__ void fill_view(StoredPixel<T, kChannels>* output, int32_t pixels, flo
 }
 
 // `memory`: augment_shared_bytes() bytes, aligned to 16. Full warps, up to kAugmentThreads threads.
-template <typename T, int kChannels>
+template <typename T>
 __device__ void augment_block(const AugmentParams& params, unsigned char* memory) {
   const int64_t view = blockIdx.x;
   const int32_t height = params.height;
   const int32_t width = params.width;
   const int32_t pixels = height * width;
-  auto* output = static_cast<StoredPixel<T, kChannels>*>(params.output) + view * pixels;
+  auto* output = static_cast<StoredPixel<T>*>(params.output) + view * pixels;
   const ViewOrigin origin = find_view(params, view);
   if (origin.image == nullptr) {
     fill_view(output, pixels, origin.invalid ? NAN : 0.0f);

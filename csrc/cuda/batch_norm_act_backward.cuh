@@ -91,12 +91,12 @@ __device__ void batch_norm_act_sums_block(const BatchNormActBackward& params, in
     const int pixels = static_cast<int>(params.shape.pixels());
     float mean[kGroup];
     float other_mean[kGroup];
-    GroupNorms before;
+    ChannelNorm<> before;
     load_floats(params.state + kMean * channels + own.channel, mean);
     if constexpr (kForm == NormForm::kTwoNorms) {
       load_floats(params.state + (kNormRows + kMean) * channels + own.channel, other_mean);
     } else if constexpr (kForm == NormForm::kPrologue) {
-      before = GroupNorms::of(params.prologue, channels, own.channel);
+      before = ChannelNorm<>::of(params.prologue, channels, own.channel);
     }
     const T* map = static_cast<const T*>(params.x);
     const T* residual = static_cast<const T*>(params.residual);
@@ -202,13 +202,13 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
     const int valid = static_cast<int>(params.shape.valid_pixels());
     GradientLine line;
     GradientLine other_line;
-    GroupNorms before;
+    ChannelNorm<> before;
     line.load(params.state, params.norm_grads, channels, own.channel);
     if constexpr (kForm == NormForm::kTwoNorms) {
       other_line.load(params.state + kNormRows * channels, params.norm_grads + kNormGradRows * channels, channels,
                       own.channel);
     } else if constexpr (kForm == NormForm::kPrologue) {
-      before = GroupNorms::of(params.prologue, channels, own.channel);
+      before = ChannelNorm<>::of(params.prologue, channels, own.channel);
     }
     const T* residual = static_cast<const T*>(params.residual);
     T* out = static_cast<T*>(params.x_grad);
@@ -280,11 +280,7 @@ __device__ void batch_norm_act_backward_block(const BatchNormActBackward& params
           a[1] += b[1];
         },
         [&](int64_t channel, const float (&total)[kFields]) {
-          float* grad = params.prologue_grad + channel;
-          grad[kMean * channels] = -params.prologue[kScale * channels + channel] * total[0];
-          grad[kInverseStd * channels] = 0.0f;
-          grad[kScale * channels] = total[1];
-          grad[kShift * channels] = total[0];
+          write_state_gradient(params.prologue, channels, channel, total[0], total[1], params.prologue_grad);
         });
   }
 }

@@ -20,12 +20,12 @@ __device__ void batch_norm_act_forward_block(const BatchNormActForward& params, 
     return;
   }
   const int valid = static_cast<int>(params.shape.valid_pixels());
-  const GroupNorms norms = GroupNorms::of(params.state, channels, own.channel);
-  GroupNorms others;  // the residual's, or those before
+  const ChannelNorm<> norms = ChannelNorm<>::of(params.state, channels, own.channel);
+  ChannelNorm<> others;  // the residual's, or those before
   if constexpr (kForm == NormForm::kTwoNorms) {
-    others = GroupNorms::of(params.state + kNormRows * channels, channels, own.channel);
+    others = ChannelNorm<>::of(params.state + kNormRows * channels, channels, own.channel);
   } else if constexpr (kForm == NormForm::kPrologue) {
-    others = GroupNorms::of(params.prologue, channels, own.channel);
+    others = ChannelNorm<>::of(params.prologue, channels, own.channel);
   }
   const T* residual = static_cast<const T*>(params.residual);
   T* y = static_cast<T*>(params.y);

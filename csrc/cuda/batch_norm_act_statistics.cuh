@@ -11,7 +11,7 @@ struct PixelMoments {
   static constexpr int kBatch =
       kPrologue && sizeof(T) == 4 ? 2 : 4;  // pixels that are added together, with one division
 
-  GroupNorms before;
+  ChannelNorm<> before;
   float origin[kGroup];
   float count = 0.0f;
   float mean[kGroup] = {};
@@ -134,7 +134,7 @@ __device__ void norm_statistics_block(const NormStatistics& params, int shift, u
   PixelMoments<T, kPrologue> moments;
   if (own.channel < channels && valid > 0) {
     if constexpr (kPrologue) {
-      moments.before = GroupNorms::of(params.prologue, channels, own.channel);
+      moments.before = ChannelNorm<>::of(params.prologue, channels, own.channel);
     }
     const T* map = static_cast<const T*>(params.map[which]) + own.channel;
     moments.values(Vec<T, kGroup>::load(map), moments.origin);

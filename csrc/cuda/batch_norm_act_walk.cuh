@@ -22,15 +22,16 @@ namespace mf::cuda {
 enum class NormForm { kPlain, kResidual, kTwoNorms, kPrologue };
 
 // A norm's state for the thread's channels.
-struct GroupNorms {
-  float mean[kGroup], scale[kGroup], shift[kGroup];
+template <int kCount = kGroup>
+struct ChannelNorm {
+  float mean[kCount], scale[kCount], shift[kCount];
 
-  __device__ static GroupNorms of(const float* state, int64_t channels, int64_t channel) {
-    GroupNorms norms;
-    load_floats(state + kMean * channels + channel, norms.mean);
-    load_floats(state + kScale * channels + channel, norms.scale);
-    load_floats(state + kShift * channels + channel, norms.shift);
-    return norms;
+  __device__ static ChannelNorm of(const float* state, int64_t channels, int64_t channel) {
+    ChannelNorm norm;
+    load_floats(state + kMean * channels + channel, norm.mean);
+    load_floats(state + kScale * channels + channel, norm.scale);
+    load_floats(state + kShift * channels + channel, norm.shift);
+    return norm;
   }
   __device__ float normalised(float x, int i) const { return scale[i] * (x - mean[i]) + shift[i]; }
 };
@@ -54,7 +55,7 @@ __device__ void wait_for_first_pass(const T* map, const Walk& walk, int end, con
   for (int j = 0; j < kBatch; ++j) {
     const int position = walk.first + j * walk.step;
     if (position < end) {
-      ask_for(map + at(position));
+      prefetch_to_l2(map + at(position));
     }
   }
   wait_for_previous();

@@ -59,7 +59,7 @@ __device__ void batch_norm_pool_block(const BatchNormPoolForward& params) {
       keep(pixel, 0);
     }
   } else if (has_channels) {
-    const GroupNorms norm = GroupNorms::of(params.state, channels, own.channel);
+    const ChannelNorm<> norm = ChannelNorm<>::of(params.state, channels, own.channel);
     const T* x = static_cast<const T*>(params.x) + start;
     const T* residual = static_cast<const T*>(params.residual) + start;
     in_batches<kBatch>(own.lane, pixels, kPooledLanes, [&](int pixel, int step, int count, auto is_full) {

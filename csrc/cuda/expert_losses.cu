@@ -7,7 +7,7 @@
 namespace mf::cuda {
 namespace {
 
-// float32 tiles are twice as large, and the shared memory of a consumer card's block is 99 KiB.
+// float32 tiles are twice as large, and the shared memory of a consumer GPU's block is 99 KiB.
 template <typename T>
 constexpr int kWarpsFor = sizeof(T) == 4 ? 4 : 8;
 constexpr int kTermWarps = 8;

@@ -10,7 +10,7 @@
 // - Sums that the tensor cores cut towards zero. An A100 adds the 16 products of an instruction in two
 //   chained sums of eight (Fasi et al. 2021, PeerJ CS 7:e330). Each cuts its products one bit below
 //   the last one of its largest term, by less than 1/2 each, and its result to 24 bits, by less than 1:
-//   10 an instruction; later cards keep more bits. Sixteen elements take 1 instruction for bfloat16, 3
+//   10 an instruction; later GPUs keep more bits. Sixteen elements take 1 instruction for bfloat16, 3
 //   for float16 and 6 for float32: 80, 240 and 480 in all.
 // - float32 rounding: 10 of each norm's squares, 1 of its root and 1 of its inverse, 6 of the factors
 //   and their products: 30.
@@ -81,7 +81,7 @@ __device__ void multiply(float (&d)[4], const Operand<4, kA>& a, const Operand<2
 #pragma unroll
     for (int j = kB - 1; j >= 0; --j) {
       if (i + j < kDepth) {
-        mma_16x8x16(d, a.part[i], b.part[j]);
+        mma_16x8x16(d, a.part[i], b.part[j], __nv_bfloat16());
       }
     }
   }

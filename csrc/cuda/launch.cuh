@@ -1,5 +1,5 @@
 // How a launcher starts a kernel and a kernel gets its shared memory, so that one .cu file serves
-// nvcc and, in tests without a card, a plain C++ compiler: there csrc/emulated/cuda_on_cpu.h has
+// nvcc and, in tests without a GPU, a plain C++ compiler: there csrc/emulated/cuda_on_cpu.h has
 // defined both macros before this file is read.
 //
 //   MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments...)   launches and checks; (kernel<A, B>) in parentheses
@@ -9,13 +9,13 @@
 // All shared memory is dynamic: the CPU gives each block exactly the bytes asked for, so that a
 // step beyond them is noticed.
 //
-// A kernel launched by MF_LAUNCH_AFTER (programmatic dependent launch, from sm_90 on) may begin once
-// every block of the kernel before it on the stream has called let_next_begin() or has ended. All its
-// threads call wait_for_previous(), which returns when that kernel has ended and what it wrote can be
-// read. Before that they read nothing that it wrote, and write nothing, since it may still use the
-// memory that they write to. A kernel that is launched by MF_LAUNCH_AFTER calls wait_for_previous()
-// before let_next_begin(): when the next kernel begins, all kernels before its predecessor have ended.
-// The kernel before may be from a library, such as cuDNN. Before sm_90 both calls do nothing.
+// MF_LAUNCH_AFTER is programmatic dependent launch (sm_90 and later; before, both calls below do nothing):
+// the kernel may begin while its predecessor on the stream, ours or a library's, still runs, once every
+// block of that one has called let_next_begin() or ended. Rules for such a kernel:
+//   - all threads call wait_for_previous(): it returns when the predecessor has ended and its writes can
+//     be read;
+//   - before that they read nothing that the predecessor writes, and write nothing at all;
+//   - let_next_begin() comes after wait_for_previous(), so that at most two kernels overlap.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,7 +46,7 @@
 
 namespace mf::cuda {
 
-// Of a block, on every card from sm_80 on.
+// Of a block, on every GPU from sm_80 on.
 inline constexpr size_t kMostShared = 99 * 1024;
 
 #if defined(__CUDACC__)
@@ -81,16 +81,16 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Asks for a cache line that will be read soon; it may be changing.
-__device__ inline void ask_for(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+// Prefetches a cache line that will be read soon; it may still be written.
+__device__ inline void prefetch_to_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 template <typename... Params, typename... Arguments>
 void launch_after(void (*kernel)(Params...), dim3 blocks, dim3 threads, size_t shared_bytes, cudaStream_t stream,
                   const Arguments&... arguments) {
-  // Code for an older card, which a newer one may run too, does not wait.
+  // Code for an older GPU, which a newer one may run too, does not wait.
   cudaFuncAttributes code{};
   const cudaError_t error = cudaFuncGetAttributes(&code, kernel);
-  MF_CHECK(error == cudaSuccess, "a kernel has no code for this card: ", cudaGetErrorString(error));
+  MF_CHECK(error == cudaSuccess, "a kernel has no code for this GPU: ", cudaGetErrorString(error));
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -1,7 +1,7 @@
 // Warp-wide matrix instructions, asynchronous copies and approximate functions of sm_80 and later, one
 // function each.
 //
-// In tests without a card csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU
+// In tests without a GPU csrc/emulated/cuda_on_cpu_mma.h, included before, defines MF_MMA_ON_CPU
 // and the same functions.
 #pragma once
 
@@ -14,34 +14,32 @@ namespace mf::cuda {
 
 #if !defined(MF_MMA_ON_CPU)
 
-// d [16 x 8] += a [16 x 16] b [16 x 8], bfloat16 products summed in float32. With g = lane / 4 and
-// t = lane % 4 a lane holds
+// d [16 x 8] += a [16 x 16] b [16 x 8], products of the type named last summed in float32. With g =
+// lane / 4 and t = lane % 4 a lane's fragments are
 //   a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t, 2t+1], a[2] = A[g][2t+8, 2t+9], a[3] = A[g+8][2t+8, 2t+9],
 //   b[0] = B[2t, 2t+1][g], b[1] = B[2t+8, 2t+9][g],
 //   d[0], d[1] = D[g][2t, 2t+1], d[2], d[3] = D[g+8][2t, 2t+1].
-__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-// The same for float16.
-__device__ inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d [16 x 8] += a [16 x 8] b [8 x 8] of which a lane holds the first two words of `a` and the first of
-// `b` as of the product above.
-__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+// d [16 x 8] += a [16 x 8] b [8 x 8], whose fragments are the first two words of `a` and the first of
+// `b` above.
+__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __nv_bfloat16) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
-__device__ inline void mma_16x8x8_half(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __half) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
@@ -94,30 +92,30 @@ __device__ inline void copy_16_bytes_or_zeros(void* shared, const void* global, 
 
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
-// Returns the same pointer to global memory, and hides from the compiler how it was computed. Otherwise the compiler
-// keeps the sum of the indices instead of the pointer, and computes each address in five instructions instead of one.
+// The same pointer to global memory, whose origin the compiler cannot see. Otherwise it keeps the sum of
+// the indices instead of the pointer, and computes each address in five instructions instead of one.
 template <typename T>
-__device__ T* whole(T* pointer) {
+__device__ T* opaque_global(T* pointer) {
   asm("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
 
-// `count` times `bytes` beyond a pointer to global memory, in one instruction.
+// The same for shared memory.
 template <typename T>
-__device__ T* beyond(T* from, int count, int bytes) {
-  T* to;
-  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(count), "r"(bytes), "l"(from));
-  __builtin_assume(__isGlobal(to));
-  return to;
-}
-
-// As `whole`, to shared memory.
-template <typename T>
-__device__ T* whole_shared(T* pointer) {
+__device__ T* opaque_shared(T* pointer) {
   auto address = static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
   asm("" : "+r"(address));
   return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
+// A pointer to global memory, advanced by index times stride bytes in one instruction.
+template <typename T>
+__device__ T* advance_global(T* from, int index, int stride_bytes) {
+  T* to;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(index), "r"(stride_bytes), "l"(from));
+  __builtin_assume(__isGlobal(to));
+  return to;
 }
 
 // 1 / (1 + 2^x) to a relative error of 2^-21. Results below 2^-126 are zero: CUDA's __expf and
@@ -130,15 +128,15 @@ __device__ inline float inverse_of_one_plus_power(float x) {
   return result;
 }
 
-// A word where the number is not zero, else zero. The compiler would make a mask of the condition.
-__device__ inline uint32_t word_if(unsigned number, uint32_t word) {
+// condition != 0 ? word : 0, by a predicate; the compiler would compute a mask.
+__device__ inline uint32_t select_or_zero(unsigned condition, uint32_t word) {
   uint32_t result;
-  asm("{.reg .pred p; setp.ne.u32 p, %1, 0; selp.b32 %0, %2, 0, p;}" : "=r"(result) : "r"(number), "r"(word));
+  asm("{.reg .pred p; setp.ne.u32 p, %1, 0; selp.b32 %0, %2, 0, p;}" : "=r"(result) : "r"(condition), "r"(word));
   return result;
 }
 
-// threadIdx.x, read where this stands: what is computed from it is not kept in registers over a loop.
-__device__ inline int thread_read_anew() {
+// threadIdx.x, read here again: what is computed from it is not kept in registers over a loop.
+__device__ inline int reload_thread_index() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
@@ -158,8 +156,7 @@ __device__ inline uint32_t rectified_word(float2 x, __half) {
 
 #endif
 
-// Whether this is code for sm_100 or later. Another compiler of nvcc's makes it, which takes more registers:
-// there more is read anew.
+// Whether this is code for sm_100 or later, whose compiler takes more registers: there more is reloaded.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr bool kIsBlackwell = true;
 #else

@@ -12,31 +12,22 @@
 
 namespace mf::cuda {
 
-constexpr int kPoolThreads = 64;       // of a forward block: vectors of channels of one image
-constexpr int kPoolGradThreads = 256;  // of a backward block
+template <typename T>
+constexpr int kPoolVector = 16 / sizeof(T);  // channels that a thread moves at a time
+constexpr int kPoolThreads = 64;             // of a forward block: vectors of channels of one image
+constexpr int kPoolGradThreads = 256;        // of a backward block
 constexpr int kPoolGradVectors =
     32;  // vectors of channels of one image in a backward block; its other threads take other pixels
 constexpr int kPoolImages = 6;  // of a backward block's thread, whose loads it starts before it waits for the first
 constexpr int kPoolStateChannels =
     8;  // channels of a block that sums the state's gradient; its other threads take other images
 
-// A norm's state for kVector channels from `channel` on.
-template <int kVector>
-struct ChannelNorm {
-  float mean[kVector], scale[kVector], shift[kVector];
-
-  __device__ ChannelNorm(const float* state, int64_t channels, int64_t channel) {
-    load_floats(state + kMean * channels + channel, mean);
-    load_floats(state + kScale * channels + channel, scale);
-    load_floats(state + kShift * channels + channel, shift);
-  }
-};
-
 // Calls work for the vectors of an image's pixels in their order; a thread waits for eight of them at a
 // time.
-template <typename T, int kVector, typename Work>
+template <typename T, typename Work>
 __device__ void in_turn(const T* x, int64_t channels, int64_t pixels, const Work& work) {
   constexpr int kAhead = 8;
+  constexpr int kVector = kPoolVector<T>;
   int64_t pixel = 0;
   for (; pixel + kAhead <= pixels; pixel += kAhead) {
     Vec<T, kVector> words[kAhead];
@@ -55,8 +46,9 @@ __device__ void in_turn(const T* x, int64_t channels, int64_t pixels, const Work
 }
 
 // blockIdx.x: image; blockIdx.y: kPoolThreads vectors of channels.
-template <typename T, int kVector>
+template <typename T>
 __device__ void norm_pool_block(const NormPoolForward& params) {
+  constexpr int kVector = kPoolVector<T>;
   using Vector = Vec<T, kVector>;
   const NormPoolInput& in = params.input;
   const int64_t channel = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * kVector;
@@ -68,15 +60,15 @@ __device__ void norm_pool_block(const NormPoolForward& params) {
   const T* x = static_cast<const T*>(in.x.data) + image * in.pixels * in.channels + channel;
   float total[kVector] = {}, sum[kVector] = {}, count[kVector] = {};
   if (in.state == nullptr) {
-    in_turn<T, kVector>(x, in.channels, pixels, [&](const Vector& values) {
+    in_turn(x, in.channels, pixels, [&](const Vector& values) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         total[k] += values[k];
       }
     });
   } else {
-    const ChannelNorm<kVector> norm(in.state, in.channels, channel);
-    in_turn<T, kVector>(x, in.channels, pixels, [&](const Vector& values) {
+    const auto norm = ChannelNorm<kVector>::of(in.state, in.channels, channel);
+    in_turn(x, in.channels, pixels, [&](const Vector& values) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
         const PooledElement element = pooled_element(values[k], norm.mean[k], norm.scale[k], norm.shift[k]);
@@ -149,16 +141,14 @@ __device__ void norm_pool_state_block(const NormPoolBackward& params, int64_t bl
   sum_over_images(static_cast<const T*>(params.grad), params.sums, params.counts, in.valid_images(), in.channels,
                   1.0f / static_cast<float>(in.pixels), block, partial,
                   [&](int64_t channel, float dscale, float dshift) {
-                    params.dstate[kMean * in.channels + channel] = -in.state[kScale * in.channels + channel] * dshift;
-                    params.dstate[kInverseStd * in.channels + channel] = 0.0f;
-                    params.dstate[kScale * in.channels + channel] = dscale;
-                    params.dstate[kShift * in.channels + channel] = dshift;
+                    write_state_gradient(in.state, in.channels, channel, dshift, dscale, params.dstate);
                   });
 }
 
 // `block`: of those that write the map's gradient, all parts of an image one after another.
-template <typename T, int kVector>
+template <typename T>
 __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t block) {
+  constexpr int kVector = kPoolVector<T>;
   using Vector = Vec<T, kVector>;
   const NormPoolInput& in = params.input;
   const int64_t parts = (in.channels / kVector + kPoolGradVectors - 1) / kPoolGradVectors;
@@ -197,7 +187,7 @@ __device__ void norm_pool_map_block(const NormPoolBackward& params, int64_t bloc
     }
     return;
   }
-  const ChannelNorm<kVector> norm(in.state, in.channels, channel);
+  const auto norm = ChannelNorm<kVector>::of(in.state, in.channels, channel);
 #pragma unroll 2
   for (int64_t pixel = lane; pixel < in.pixels; pixel += lanes) {
     const auto values = Vector::load(x + pixel * in.channels);

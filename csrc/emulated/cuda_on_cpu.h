@@ -1,5 +1,5 @@
 // Runs CUDA kernels on the CPU: for tests/cpp, which looks for indexing and synchronisation faults,
-// and for the emulated card (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole
+// and for the emulated GPU (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole
 // package runs the kernels.
 //
 // One fiber stands for one CUDA thread. A fiber runs until it reaches a barrier or a warp
@@ -355,7 +355,7 @@ SHIM_RUNTIME inline unsigned ballot(const char* site, bool predicate) {
 
 SHIM_RUNTIME inline unsigned lane_number() { return thread_number() % kWarpSize; }
 
-// The first access of this launch that a card would have refused: its address, and of how many bytes it was.
+// The first access of this launch that a GPU would have refused: its address, and of how many bytes it was.
 inline const void* misaligned = nullptr;
 inline size_t misaligned_bytes = 0;
 
@@ -602,7 +602,7 @@ namespace mf::cuda {
 
 inline void let_next_begin() {}
 inline void wait_for_previous() { shim::wait_for_previous(); }
-inline void ask_for(const void* /*address*/) {}
+inline void prefetch_to_l2(const void* /*address*/) {}
 
 }  // namespace mf::cuda
 

@@ -4,6 +4,9 @@
 
 #define MF_MMA_ON_CPU
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -68,19 +71,16 @@ SHIM_RUNTIME inline void multiply_tile_of_depth(float (&d)[4], const uint32_t (&
   }
 }
 
-SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
   multiply_tile_of_depth<bfloat16_in, 16>(d, a, b);
 }
-
-SHIM_RUNTIME inline void mma_16x8x16_half(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   multiply_tile_of_depth<float16_in, 16>(d, a, b);
 }
-
-SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __nv_bfloat16) {
   multiply_tile_of_depth<bfloat16_in, 8>(d, a, {b});
 }
-
-SHIM_RUNTIME inline void mma_16x8x8_half(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
+SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __half) {
   multiply_tile_of_depth<float16_in, 8>(d, a, {b});
 }
 
@@ -140,26 +140,26 @@ inline void copy_16_bytes_or_zeros(void* shared, const void* global, bool reads)
 inline void wait_for_copies() {}
 
 template <typename T>
-T* whole(T* pointer) {
+T* opaque_global(T* pointer) {
   return pointer;
 }
 
 template <typename T>
-T* beyond(T* from, int count, int bytes) {
+T* opaque_shared(T* pointer) {
+  return pointer;
+}
+
+template <typename T>
+T* advance_global(T* from, int index, int stride_bytes) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(from) + int64_t{count} * bytes);
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(from) + int64_t{index} * stride_bytes);
 }
 
-template <typename T>
-T* whole_shared(T* pointer) {
-  return pointer;
-}
-
-inline uint32_t word_if(unsigned number, uint32_t word) { return number != 0 ? word : 0; }
+inline uint32_t select_or_zero(unsigned condition, uint32_t word) { return condition != 0 ? word : 0; }
 
 inline float inverse_of_one_plus_power(float x) { return 1.0f / (1.0f + std::exp2(x)); }
 
-inline int thread_read_anew() { return static_cast<int>(threadIdx.x); }
+inline int reload_thread_index() { return static_cast<int>(threadIdx.x); }
 
 template <typename T>
 uint32_t rectified_word(float2 x, T) {

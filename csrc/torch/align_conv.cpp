@@ -1,9 +1,7 @@
-// Glue of align_conv; kernels for cards alone: on the CPU mose_fast/ops/align_conv.py takes
+// Glue of align_conv; kernels for GPUs alone: on the CPU mose_fast/ops/align_conv.py takes
 // PyTorch's own convolutions. Arguments are explained and checked there; what memory safety needs
 // is checked here again.
 #include "api/align_conv.h"
-
-#include <torch/csrc/utils/pybind.h>
 
 #include "torch/bind.h"
 #include "torch/device.h"
@@ -195,48 +193,31 @@ std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> align_conv_backwa
   return {to_x, to_depthwise, to_prologue, to_gate};
 }
 
-std::tuple<bool, bool, bool, bool> serves(at::ScalarType type, int64_t channels, int64_t out_channels) {
-  const AlignConvServes served = align_conv_serves(float_type(type, "x", true), channels, out_channels);
+std::tuple<bool, bool, bool, bool> serves(at::ScalarType type, int64_t channels, int64_t out_channels, int64_t stride) {
+  const AlignConvServes served = align_conv_serves(float_type(type, "x", true), channels, out_channels, stride);
   return {served.any, served.fused_forward, served.fused_backward, served.fused_weights};
 }
 
 }  // namespace
 
-void register_align_conv(torch::Library& library) {
+void define_align_conv(const Ops& ops) {
   const std::string valid = kValidSchema;
   const std::string input =
       "Tensor x, Tensor depthwise, int stride, Tensor? prologue, Tensor? gate, " + valid + ") -> ";
-  define(
-      library,
+  ops.define(
       "align_conv(Tensor pointwise, " + norm_schema("", 'a') + "bool keeps_map, " + input + "(Tensor, Tensor, Tensor)",
       &align_conv);
-  define(library, "align_conv_depthwise(" + input + "Tensor", &align_conv_depthwise);
-  define(library,
-         "align_conv_grad_y(Tensor? grad, Tensor? grad_state, Tensor y, Tensor state, Tensor? mean_rest, "
-         "Tensor? weight, bool has_bias, bool training, Tensor? pointwise, Tensor? kept, " +
-             valid + ") -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)",
-         &align_conv_grad_y);
-  define(library, "align_conv_backward(Tensor grad, bool[4] wants, " + input + "(Tensor?, Tensor?, Tensor?, Tensor?)",
-         &align_conv_backward);
+  ops.define("align_conv_depthwise(" + input + "Tensor", &align_conv_depthwise);
+  ops.define(
+      "align_conv_grad_y(Tensor? grad, Tensor? grad_state, Tensor y, Tensor state, Tensor? mean_rest, "
+      "Tensor? weight, bool has_bias, bool training, Tensor? pointwise, Tensor? kept, " +
+          valid + ") -> (Tensor?, Tensor?, Tensor?, Tensor?, Tensor?)",
+      &align_conv_grad_y);
+  ops.define("align_conv_backward(Tensor grad, bool[4] wants, " + input + "(Tensor?, Tensor?, Tensor?, Tensor?)",
+             &align_conv_backward);
+  ops.module.def("align_conv_serves", &serves);
+  ops.module.def("align_conv_serves_form", &align_conv_serves_form);
 }
-
-void bind_align_conv(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  module.def("align_conv", &align_conv, Unlocked());
-  module.def("align_conv_depthwise", &align_conv_depthwise, Unlocked());
-  module.def("align_conv_grad_y", &align_conv_grad_y, Unlocked());
-  module.def("align_conv_backward", &align_conv_backward, Unlocked());
-  module.def("align_conv_serves", &serves);
-}
-
-}  // namespace mf
-
-#else
-
-namespace mf {
-
-void register_align_conv(torch::Library& /*library*/) {}
-void bind_align_conv(py::module_& /*module*/) {}
 
 }  // namespace mf
 

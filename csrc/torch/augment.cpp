@@ -5,8 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <vector>
 
@@ -37,10 +35,9 @@ void check_contents(const AugmentParams& params, int64_t all_rows) {
 
 at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& rows_in, const at::Tensor& layout_in,
                    const at::Tensor& codes_in, const at::Tensor& factors_in, const std::vector<double>& mean,
-                   const std::vector<double>& std, bool jitter_normalised, at::ScalarType dtype, int64_t channels) {
+                   const std::vector<double>& std, bool jitter_normalised, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(!sources.empty() && sources.size() <= AugmentParams::kMaxSources, "sources has ", sources.size(),
                     " tensors; wanted 1 to ", AugmentParams::kMaxSources);
-  TORCH_CHECK_VALUE(channels == 3 || channels == 4 || channels == 8, "channels is ", channels, "; wanted 3, 4 or 8");
   TORCH_CHECK_VALUE(mean.size() == 3, "mean has ", mean.size(), " numbers; wanted 3");
   TORCH_CHECK_VALUE(std.size() == 3, "std has ", std.size(), " numbers; wanted 3");
   const at::Device device = sources[0].device();
@@ -68,7 +65,7 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   const at::Tensor layout = layout_in.contiguous();
   const at::Tensor codes = codes_in.contiguous();
   const at::Tensor factors = factors_in.contiguous();
-  const at::Tensor output = at::empty({layout.size(0), height, width, channels}, sources[0].options().dtype(dtype));
+  const at::Tensor output = at::empty({layout.size(0), height, width, 3}, sources[0].options().dtype(dtype));
 
   params.rows = row_pointer<const int64_t>(rows, "rows", rows.size(0), device);
   params.layout = row_pointer<const int32_t>(layout, "layout", layout.size(0) * AugmentParams::kLayout, device);
@@ -80,7 +77,6 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   params.draws = codes.size(0);
   params.height = static_cast<int32_t>(height);
   params.width = static_cast<int32_t>(width);
-  params.channels = static_cast<int32_t>(channels);
   params.type = float_type(dtype, "output");
   for (size_t c = 0; c < 3; ++c) {
     params.mean[c] = static_cast<float>(mean[c]);
@@ -97,26 +93,13 @@ at::Tensor augment(const std::vector<at::Tensor>& sources, const at::Tensor& row
   return views;
 }
 
-at::Tensor augment_op(at::TensorList sources, const at::Tensor& rows, const at::Tensor& layout, const at::Tensor& codes,
-                      const at::Tensor& factors, at::ArrayRef<double> mean, at::ArrayRef<double> std,
-                      bool jitter_normalised, at::ScalarType dtype, int64_t channels) {
-  return augment(sources.vec(), rows, layout, codes, factors, mean.vec(), std.vec(), jitter_normalised, dtype,
-                 channels);
-}
-
 }  // namespace
 
-void register_augment(torch::Library& library) {
-  define(library,
-         "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, "
-         "float[] std, bool jitter_normalised, ScalarType dtype, int channels) -> Tensor",
-         &augment_op);
-}
-
-void bind_augment(py::module_& module) {
-  module.def("augment", &augment, py::arg("sources"), py::arg("rows"), py::arg("layout"), py::arg("codes"),
-             py::arg("factors"), py::arg("mean"), py::arg("std"), py::arg("jitter_normalised"), py::arg("dtype"),
-             py::arg("channels"), py::call_guard<py::gil_scoped_release>());
+void define_augment(const Ops& ops) {
+  ops.define(
+      "augment(Tensor[] sources, Tensor rows, Tensor layout, Tensor codes, Tensor factors, float[] mean, "
+      "float[] std, bool jitter_normalised, ScalarType dtype) -> Tensor",
+      &augment);
 }
 
 }  // namespace mf

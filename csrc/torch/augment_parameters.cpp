@@ -4,8 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <optional>
 #include <string>
@@ -20,7 +18,7 @@ namespace mf {
 namespace {
 
 // `recipe` in the order of AugmentRecipe's members.
-std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recipe, int64_t seed, int64_t sequence,
+std::tuple<at::Tensor, at::Tensor> augment_parameters(const std::vector<double>& recipe, int64_t seed, int64_t sequence,
                                                       int64_t count, int64_t height, int64_t width,
                                                       std::string device_name, const MaybeTensor& counter) {
   TORCH_CHECK_VALUE(recipe.size() == 9, "recipe has ", recipe.size(), " numbers; wanted 9");
@@ -56,22 +54,12 @@ std::tuple<at::Tensor, at::Tensor> augment_parameters(at::ArrayRef<double> recip
 
 // One function for every device: without a counter no tensor goes in that could tell it. The device
 // is a text, since opcheck cannot look into a Device beside an argument that is written.
-void register_augment_parameters(torch::Library& library) {
-  library.def(
+void define_augment_parameters(const Ops& ops) {
+  ops.library.def(
       "augment_parameters(float[] recipe, int seed, int sequence, int count, int height, int width, str device, "
       "Tensor(a!)? counter=None) -> (Tensor, Tensor)");
-  library.impl("augment_parameters", c10::DispatchKey::CompositeExplicitAutograd, &augment_parameters);
-}
-
-void bind_augment_parameters(py::module_& module) {
-  module.def(
-      "augment_parameters",
-      [](const std::vector<double>& recipe, int64_t seed, int64_t sequence, int64_t count, int64_t height,
-         int64_t width, const std::string& device, const MaybeTensor& counter) {
-        return augment_parameters(recipe, seed, sequence, count, height, width, device, counter);
-      },
-      py::arg("recipe"), py::arg("seed"), py::arg("sequence"), py::arg("count"), py::arg("height"), py::arg("width"),
-      py::arg("device"), py::arg("counter"), py::call_guard<py::gil_scoped_release>());
+  ops.library.impl("augment_parameters", c10::DispatchKey::CompositeExplicitAutograd, &augment_parameters);
+  ops.module.def("augment_parameters", &augment_parameters, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

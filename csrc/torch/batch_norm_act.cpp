@@ -1,9 +1,7 @@
-// Glue of batch norm with add and ReLU, and of the same with a pool; kernels for cards alone: on the
+// Glue of batch norm with add and ReLU, and of the same with a pool; kernels for GPUs alone: on the
 // CPU mose_fast/ops/batch_norm_act.py and batch_norm_pool.py take other operations. Arguments are
 // explained and checked there; what memory safety needs is checked here again.
 #include "api/batch_norm_act.h"
-
-#include <torch/csrc/utils/pybind.h>
 
 #include "api/batch_norm_pool.h"
 #include "torch/bind.h"
@@ -300,52 +298,31 @@ std::tuple<MaybeTensor, MaybeTensor, at::Tensor> batch_norm_pool_backward(
 
 }  // namespace
 
-void register_batch_norm_act(torch::Library& library) {
+void define_batch_norm_act(const Ops& ops) {
   const std::string valid = kValidSchema;
-  define(library,
-         "batch_norm_act(Tensor x, " + norm_schema("", 'a') + "bool relu, Tensor? residual, bool normed_residual, " +
-             norm_schema("residual_", 'd') + "Tensor? prologue, " + valid +
-             ", bool wants_mask) -> (Tensor, Tensor, Tensor)",
-         &batch_norm_act);
-  define(library,
-         "batch_norm_act_backward(Tensor[] grads, Tensor? mask, Tensor x, Tensor? weight, bool training, "
-         "Tensor? residual, Tensor? residual_weight, bool residual_training, Tensor states, Tensor? prologue, " +
-             valid + ", bool[3] wants) -> (Tensor?, Tensor?, Tensor?, Tensor)",
-         &batch_norm_act_backward);
-  define(library, "norm_state(Tensor x, " + norm_schema("", 'a') + valid + ") -> (Tensor, Tensor)", &norm_state);
-  define(library,
-         "norm_state_backward(Tensor grad, Tensor x, Tensor? weight, bool training, Tensor state, Tensor mean_rest, " +
-             valid + ", bool wants_x) -> (Tensor?, Tensor)",
-         &norm_state_backward);
-  define(library,
-         "batch_norm_pool(Tensor x, " + norm_schema("", 'a') + "Tensor residual, " + valid +
-             ", bool for_backward) -> (Tensor, Tensor, Tensor, Tensor)",
-         &batch_norm_pool);
-  define(library,
-         "batch_norm_pool_backward(Tensor grad, Tensor mask, Tensor kept, Tensor x, Tensor? weight, bool training, "
-         "Tensor state, " +
-             valid + ", bool[2] wants) -> (Tensor?, Tensor?, Tensor)",
-         &batch_norm_pool_backward);
+  ops.define("batch_norm_act(Tensor x, " + norm_schema("", 'a') +
+                 "bool relu, Tensor? residual, bool normed_residual, " + norm_schema("residual_", 'd') +
+                 "Tensor? prologue, " + valid + ", bool wants_mask) -> (Tensor, Tensor, Tensor)",
+             &batch_norm_act);
+  ops.define(
+      "batch_norm_act_backward(Tensor[] grads, Tensor? mask, Tensor x, Tensor? weight, bool training, "
+      "Tensor? residual, Tensor? residual_weight, bool residual_training, Tensor states, Tensor? prologue, " +
+          valid + ", bool[3] wants) -> (Tensor?, Tensor?, Tensor?, Tensor)",
+      &batch_norm_act_backward);
+  ops.define("norm_state(Tensor x, " + norm_schema("", 'a') + valid + ") -> (Tensor, Tensor)", &norm_state);
+  ops.define(
+      "norm_state_backward(Tensor grad, Tensor x, Tensor? weight, bool training, Tensor state, Tensor mean_rest, " +
+          valid + ", bool wants_x) -> (Tensor?, Tensor)",
+      &norm_state_backward);
+  ops.define("batch_norm_pool(Tensor x, " + norm_schema("", 'a') + "Tensor residual, " + valid +
+                 ", bool for_backward) -> (Tensor, Tensor, Tensor, Tensor)",
+             &batch_norm_pool);
+  ops.define(
+      "batch_norm_pool_backward(Tensor grad, Tensor mask, Tensor kept, Tensor x, Tensor? weight, bool training, "
+      "Tensor state, " +
+          valid + ", bool[2] wants) -> (Tensor?, Tensor?, Tensor)",
+      &batch_norm_pool_backward);
 }
-
-void bind_batch_norm_act(py::module_& module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-  module.def("batch_norm_act", &batch_norm_act, Unlocked());
-  module.def("batch_norm_act_backward", &batch_norm_act_backward, Unlocked());
-  module.def("norm_state", &norm_state, Unlocked());
-  module.def("norm_state_backward", &norm_state_backward, Unlocked());
-  module.def("batch_norm_pool", &batch_norm_pool, Unlocked());
-  module.def("batch_norm_pool_backward", &batch_norm_pool_backward, Unlocked());
-}
-
-}  // namespace mf
-
-#else
-
-namespace mf {
-
-void register_batch_norm_act(torch::Library& /*library*/) {}
-void bind_batch_norm_act(py::module_& /*module*/) {}
 
 }  // namespace mf
 

@@ -1,13 +1,12 @@
-// What a card is in this build: the one file of csrc/torch that knows. Every other one asks here.
+// What a GPU is in this build: the one file of csrc/torch that knows. Every other one asks here.
 //
-//   neither macro                                  a CPU-only build: csrc/cpu serves tensors on the CPU, and there is no card
-//   MOSE_FAST_WITH_CUDA                            tensors on a CUDA device are on a card
-//   MOSE_FAST_WITH_CUDA and MOSE_FAST_EMULATED     tensors on the CPU are on a card, whose kernels csrc/emulated runs on the CPU
+//   neither macro                                  a CPU-only build: csrc/cpu serves tensors on the CPU, and there is no GPU
+//   MOSE_FAST_WITH_CUDA                            tensors on a CUDA device are on a GPU
+//   MOSE_FAST_WITH_CUDA and MOSE_FAST_EMULATED     tensors on the CPU are on a GPU, whose kernels csrc/emulated runs on the CPU
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include "core/host_device.h"
 
@@ -31,9 +30,9 @@ namespace mf {
 
 #if defined(MOSE_FAST_EMULATED)
 
-inline constexpr const char* kDevices = "cpu, as an emulated card";
+inline constexpr const char* kDevices = "cpu, as an emulated GPU";
 
-// Tests compare csrc/cuda with csrc/cpu, and switch the emulated card off for that.
+// Tests compare csrc/cuda with csrc/cpu, and switch the emulated GPU off for that.
 inline std::atomic<bool> emulates{true};
 
 inline bool on_card(const at::Device& device) { return device.is_cpu() && emulates; }
@@ -71,7 +70,7 @@ inline bool on_cpu(const at::Tensor& tensor) { return on_cpu(tensor.device()); }
 
 #if defined(MOSE_FAST_WITH_CUDA)
 
-// The number of the card's multiprocessors.
+// The number of the GPU's multiprocessors.
 int processors(const at::Device& device);
 
 // Memory of the current device, zeroed and never freed, also while a graph is captured.
@@ -84,7 +83,7 @@ std::array<int64_t, 3> current_queue();
 #endif
 
 // Runs an op where its tensors are: launch(stream) under a device guard, or compute(threads). The
-// former takes its stream as `auto`, so that a build without cards does not compile its call.
+// former takes its stream as `auto`, so that a build without GPUs does not compile its call.
 template <typename OnCard, typename OnCpu>
 void run(const at::Device& device, const char* name, const OnCard& launch, const OnCpu& compute) {
 #if defined(MOSE_FAST_WITH_CUDA)
@@ -96,18 +95,6 @@ void run(const at::Device& device, const char* name, const OnCard& launch, const
 #endif
   TORCH_CHECK_NOT_IMPLEMENTED(on_cpu(device), name, " is on ", device, "; this build of mose_fast serves ", kDevices);
   compute(at::get_num_threads());
-}
-
-// Defines an op by its schema, and registers one function, which asks on_card() itself, for tensors
-// of every device that this build serves.
-template <typename Function>
-void define(torch::Library& library, const std::string& schema, Function* function) {
-  const std::string name = schema.substr(0, schema.find('('));
-  library.def(schema.c_str());
-  library.impl(name.c_str(), c10::DispatchKey::CPU, function);
-#if defined(MOSE_FAST_WITH_CUDA) && !defined(MOSE_FAST_EMULATED)
-  library.impl(name.c_str(), c10::DispatchKey::CUDA, function);
-#endif
 }
 
 }  // namespace mf

@@ -6,8 +6,6 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <array>
 #include <optional>
@@ -27,7 +25,7 @@ struct WithoutAutocast {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
 };
 
-// The inputs as the kernels want them (contiguous; on the CPU all of one type, on a card features and
+// The inputs as the kernels want them (contiguous; on the CPU all of one type, on a GPU features and
 // student), owned while the kernels run, and their description.
 struct Inputs {
   at::Tensor projections, logits, features, student, labels;
@@ -228,18 +226,12 @@ constexpr const char* kInputs =
 
 }  // namespace
 
-void register_expert_losses(torch::Library& library) {
+void define_expert_losses(const Ops& ops) {
   const std::string inputs = kInputs;
-  define(library, "expert_losses(" + inputs + ") -> (Tensor, Tensor, Tensor)", &expert_losses);
-  define(library,
-         "expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, " + inputs +
-             ") -> (Tensor, Tensor, Tensor, Tensor)",
-         &expert_losses_backward);
-}
-
-void bind_expert_losses(py::module_& module) {
-  module.def("expert_losses", &expert_losses, py::call_guard<py::gil_scoped_release>());
-  module.def("expert_losses_backward", &expert_losses_backward, py::call_guard<py::gil_scoped_release>());
+  ops.define("expert_losses(" + inputs + ") -> (Tensor, Tensor, Tensor)", &expert_losses);
+  ops.define("expert_losses_backward(Tensor grad, Tensor statistics, Tensor similarity, bool[4] wanted, " + inputs +
+                 ") -> (Tensor, Tensor, Tensor, Tensor)",
+             &expert_losses_backward);
 }
 
 }  // namespace mf

@@ -6,8 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <array>
 #include <optional>
@@ -31,7 +29,8 @@ struct PoolInputs {
     TORCH_CHECK(x_in.dim() == 4 && x_in.size(2) * x_in.size(3) >= 1, "x has shape ", x_in.sizes(),
                 "; wanted [N, C, H, W] with a pixel");
     x = x_in.contiguous(at::MemoryFormat::ChannelsLast);
-    params = {{x.const_data_ptr(), float_type(x, "x")},
+    const uintptr_t alignment = on_card(x) ? 16 : 0;  // kernels move vectors
+    params = {{on_card(x) ? map_pointer(x, "x", x.sizes(), x) : x.const_data_ptr(), float_type(x, "x")},
               nullptr,
               x.size(0),
               x.size(2) * x.size(3),
@@ -40,7 +39,7 @@ struct PoolInputs {
               valid_rows.value_or(x.size(0))};
     if (state_in) {
       state = state_in->contiguous();
-      params.state = row_pointer<const float>(state, "state", kNormRows * x.size(1), x.device());
+      params.state = row_pointer<const float>(state, "state", kNormRows * x.size(1), x.device(), alignment);
     }
   }
 };
@@ -86,7 +85,7 @@ std::tuple<MaybeTensor, MaybeTensor> norm_pool_backward(const at::Tensor& grad_i
     dstate = floats({kNormRows, in.params.channels}, in.x);
   }
   const NormPoolBackward params{in.params,
-                                row_pointer(grad, "grad", x.scalar_type(), kept, x.device()),
+                                row_pointer(grad, "grad", x.scalar_type(), kept, x.device(), on_card(x) ? 16 : 0),
                                 wants_state ? row_pointer<const float>(counts, "counts", kept, x.device()) : nullptr,
                                 wants_state ? row_pointer<const float>(sums, "sums", kept, x.device()) : nullptr,
                                 {dx ? dx->mutable_data_ptr() : nullptr, in.params.x.type},
@@ -99,19 +98,13 @@ std::tuple<MaybeTensor, MaybeTensor> norm_pool_backward(const at::Tensor& grad_i
 
 }  // namespace
 
-void register_norm_pool(torch::Library& library) {
+void define_norm_pool(const Ops& ops) {
   const std::string valid = kValidSchema;
-  define(library, "norm_pool(Tensor x, Tensor? state, " + valid + ", bool for_backward) -> (Tensor, Tensor, Tensor)",
-         &norm_pool);
-  define(library,
-         "norm_pool_backward(Tensor grad, Tensor x, Tensor? state, Tensor? counts, Tensor? sums, " + valid +
-             ", bool[2] wants) -> (Tensor?, Tensor?)",
-         &norm_pool_backward);
-}
-
-void bind_norm_pool(py::module_& module) {
-  module.def("norm_pool", &norm_pool, py::call_guard<py::gil_scoped_release>());
-  module.def("norm_pool_backward", &norm_pool_backward, py::call_guard<py::gil_scoped_release>());
+  ops.define("norm_pool(Tensor x, Tensor? state, " + valid + ", bool for_backward) -> (Tensor, Tensor, Tensor)",
+             &norm_pool);
+  ops.define("norm_pool_backward(Tensor grad, Tensor x, Tensor? state, Tensor? counts, Tensor? sums, " + valid +
+                 ", bool[2] wants) -> (Tensor?, Tensor?)",
+             &norm_pool_backward);
 }
 
 }  // namespace mf

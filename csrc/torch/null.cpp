@@ -5,8 +5,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include "torch/bind.h"
 #include "torch/checks.h"
@@ -15,8 +13,6 @@
 namespace mf {
 namespace {
 
-// One function serves both layers: torch's dispatcher (torch.compile, opcheck) and the direct
-// pybind11 call (eager).
 at::Tensor null(const at::Tensor& input) {
   // Named, so that the copy outlives the launch: `input.contiguous().data_ptr()` alone would
   // dangle.
@@ -31,10 +27,6 @@ at::Tensor null(const at::Tensor& input) {
 
 }  // namespace
 
-void register_null(torch::Library& library) { define(library, "null(Tensor x) -> Tensor", &null); }
-
-void bind_null(py::module_& module) {
-  module.def("null", &null, py::arg("x"), py::call_guard<py::gil_scoped_release>());
-}
+void define_null(const Ops& ops) { ops.define("null(Tensor x) -> Tensor", &null); }
 
 }  // namespace mf

@@ -4,8 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
@@ -73,21 +71,12 @@ at::Tensor reservoir_draw(const at::Tensor& tasks, at::Tensor state, int64_t k, 
 
 }  // namespace
 
-void register_reservoir(torch::Library& library) {
-  define(library,
-         "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, "
-         "Tensor(e!) state, Tensor x, Tensor y, int task, Tensor index) -> Tensor",
-         &reservoir_insert);
-  define(library, "reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor",
-         &reservoir_draw);
-}
-
-void bind_reservoir(py::module_& module) {
-  module.def("reservoir_insert", &reservoir_insert, py::arg("images"), py::arg("labels"), py::arg("tasks"),
-             py::arg("indices"), py::arg("state"), py::arg("x"), py::arg("y"), py::arg("task"), py::arg("index"),
-             py::call_guard<py::gil_scoped_release>());
-  module.def("reservoir_draw", &reservoir_draw, py::arg("tasks"), py::arg("state"), py::arg("k"), py::arg("filter"),
-             py::arg("task"), py::call_guard<py::gil_scoped_release>());
+void define_reservoir(const Ops& ops) {
+  ops.define(
+      "reservoir_insert(Tensor(a!) images, Tensor(b!) labels, Tensor(c!) tasks, Tensor(d!) indices, "
+      "Tensor(e!) state, Tensor x, Tensor y, int task, Tensor index) -> Tensor",
+      &reservoir_insert);
+  ops.define("reservoir_draw(Tensor tasks, Tensor(a!) state, int k, int filter, int task) -> Tensor", &reservoir_draw);
 }
 
 }  // namespace mf

@@ -1,4 +1,4 @@
-// The glue of the ops over feature maps and of the optimiser, and what it needs of a card, as one
+// The glue of the ops over feature maps and of the optimiser, and what it needs of a GPU, as one
 // translation unit: see unit_rows.cpp.
 #include "torch/adam.cpp"
 #include "torch/align_conv.cpp"

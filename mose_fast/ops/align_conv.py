@@ -94,9 +94,10 @@ def align_conv(
     Neither x' nor norm(y) is written: the next ``align_conv`` takes ``state`` as its prologue. Both
     results can be differentiated, once, towards x, both weights, the norm's weight and bias,
     prologue and gate. In training the running statistics are updated in place. Autocast changes
-    nothing; sums are in float32 (float64 for float64) and in a fixed order. On a card kernels serve
-    float32, bfloat16 and float16 with multiples of 8 channels; PyTorch's convolutions serve the
-    rest.
+    nothing; sums are in float32 (float64 for float64) and in a fixed order. On a GPU kernels serve
+    float32, bfloat16 and float16 with multiples of 8 channels, in the forms of alignment modules
+    and gates: stride 1 with a prologue, stride 2 as it is, with a prologue or with a gate.
+    PyTorch's convolutions serve the rest.
 
     Args:
         x: [N, C, H, W], float32, bfloat16, float16 or float64; kernels want channels_last memory.
@@ -127,7 +128,7 @@ def align_conv(
     mose_fast/reference/align_conv.py.
     """
     _check(x, depthwise, pointwise, norm, stride, prologue, gate, valid_rows)
-    if not _has_kernels(x, len(pointwise)):
+    if not _has_kernels(x, len(pointwise), stride, prologue is not None, gate is not None):
         return reference.align_conv(
             x, depthwise, pointwise, norm, stride=stride, prologue=prologue, gate=gate, valid_rows=valid_rows
         )
@@ -150,18 +151,30 @@ class Serves(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int) -> Serves:
+def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int, stride: int = 1) -> Serves:
     """Asks the native library which kernels it has for maps of ``dtype`` with ``channels`` in and
-    ``out_channels`` out; none without a library for cards.
+    ``out_channels`` out; none without a library for GPUs.
     """
     if not hasattr(_loader.native, "align_conv_serves"):
         return Serves(False, False, False, False)
-    return Serves(*_loader.native.align_conv_serves(dtype, channels, out_channels))
+    return Serves(*_loader.native.align_conv_serves(dtype, channels, out_channels, stride))
 
 
-def _has_kernels(x: Tensor, out_channels: int) -> bool:
-    """Whether kernels serve ``x``, which are for cards; PyTorch's convolutions serve the rest."""
+@torch.compiler.assume_constant_result
+def _serves_form(stride: int, prologue: bool, gate: bool) -> bool:
+    return _loader.native.align_conv_serves_form(stride, prologue, gate)
+
+
+def _has_kernels(x: Tensor, out_channels: int, stride: int, prologue: bool, gate: bool) -> bool:
+    """Whether kernels serve ``x``, which are for GPUs; PyTorch's convolutions serve the rest."""
     if x.dtype == torch.float64 or not _loader.on_card("align_conv", x):
+        return False
+    if not _serves_form(stride, prologue, gate):
+        said = " and ".join(name for name, given in (("a prologue", prologue), ("a gate", gate)) if given) or "neither"
+        say_once(
+            f"align_conv of stride {stride} with {said} runs on PyTorch's own operations, which is slower: its kernels"
+            " want stride 1 with a prologue, or stride 2 with at most one of prologue and gate"
+        )
         return False
     if not align_conv_serves(x.dtype, x.shape[1], out_channels).any:
         say_once(
@@ -222,7 +235,7 @@ class _AlignConv(torch.autograd.Function):
         )
         rows, count = split_rows(valid_rows)
         entering = (x, taps, stride, prologue, gate, rows, count)
-        if align_conv_serves(x.dtype, *matrix.shape[::-1]).fused_forward:
+        if align_conv_serves(x.dtype, *matrix.shape[::-1], stride).fused_forward:
             y, state, m = native.align_conv(matrix, *norm, trains, *entering)
             mean_rest = None
         else:

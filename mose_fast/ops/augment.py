@@ -113,15 +113,24 @@ def augment(
     if dtype not in _DTYPES:
         raise TypeError(f"dtype is {dtype}; wanted float32, float16 or bfloat16")
     check_choice("channels", channels, (3, 4, 8))
-    arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype, channels)
+    arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype)
     if plain or not _loader.serves("augment", sources[0]):
-        return reference.augment(*arguments)
-    return _loader.ops().augment(*arguments)
+        return reference.augment(*arguments, channels)
+    views = _loader.ops().augment(*arguments)
+    if channels == 3:
+        return views
+    wide = _new_views(sources, layout, channels, dtype).zero_()
+    wide[:, :3] = views
+    return wide
+
+
+def _new_views(sources: Sequence[Tensor], layout: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+    height, width = sources[0].shape[1:3]
+    return sources[0].new_empty(layout.shape[0], height, width, channels, dtype=dtype).permute(0, 3, 1, 2)
 
 
 if _loader.native is not None:
 
     @torch.library.register_fake("mose_fast::augment")
-    def _fake(sources, rows, layout, codes, factors, mean, std, jitter_normalised, dtype, channels):
-        height, width = sources[0].shape[1:3]
-        return sources[0].new_empty(layout.shape[0], height, width, channels, dtype=dtype).permute(0, 3, 1, 2)
+    def _fake(sources, rows, layout, codes, factors, mean, std, jitter_normalised, dtype):
+        return _new_views(sources, layout, 3, dtype)

@@ -1,8 +1,8 @@
 """A norm, its ReLU and the global average pool in one pass; the normalised map is never written.
 
 Native code serves float32, bfloat16 and float16: it computes in float32, rounds once, and sums in a
-fixed order, so that two runs agree bit for bit. The reference serves float64, and everything where
-there is no library. Autocast changes nothing.
+fixed order, so that two runs agree bit for bit. The reference serves float64, on a GPU channels
+that are no multiple of 8, and everything where there is no library. Autocast changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mose_fast import _loader
 from mose_fast.ops.checks import FLOATS, MAP, check_rows, check_tensor, wide_dtype
-from mose_fast.ops.maps import say_once, split_rows
+from mose_fast.ops.maps import aligned, aligned_row, say_once, split_rows
 from mose_fast.reference import norm_pool as reference
 
 __all__ = ["norm_pool"]
@@ -52,7 +52,7 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
         check_tensor("state", state, (wide_dtype(x),), (4, x.shape[1]), beside=("x", x))
     if valid_rows is not None:
         check_rows("valid_rows", valid_rows, len(x), ("x", x))
-    if x.dtype == torch.float64 or not _loader.serves("norm_pool", x):
+    if x.dtype == torch.float64 or not _serves(x):
         with torch.autocast(x.device.type, enabled=False):
             return reference.norm_pool(x, state, valid_rows)
     if x.numel() > 0 and not x.is_contiguous(memory_format=torch.channels_last):
@@ -63,12 +63,24 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
     return _NormPool.apply(x, state, valid_rows)
 
 
+def _serves(x: Tensor) -> bool:
+    if _loader.on_card("norm_pool", x) and x.shape[1] % 8 != 0:
+        # In the words of batch_norm_act, which the same network calls: so it is said once.
+        say_once(
+            "batch norm runs as PyTorch's operations, which is slower:"
+            f" a map has {x.shape[1]} channels; kernels take multiples of 8"
+        )
+        return False
+    return _loader.serves("norm_pool", x)
+
+
 class _NormPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: Tensor | None, valid_rows: int | Tensor | None) -> Tensor:
         ctx.rows = split_rows(valid_rows)
         # Copied here rather than by each pass.
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = aligned(x)
+        state = None if state is None else aligned_row(state)
         pooled, counts, sums = _loader.ops().norm_pool(x, state, *ctx.rows, ctx.needs_input_grad[1])
         # A plain mean's gradient needs no values: memory of the map's size need not be kept for it.
         ctx.plain = (x.shape, x.dtype, x.device) if state is None else None
@@ -84,7 +96,7 @@ class _NormPool(torch.autograd.Function):
             shape, dtype, device = ctx.plain
             x = torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
             saved = (x, None, None, None)
-        return *_loader.ops().norm_pool_backward(grad, *saved, *ctx.rows, ctx.needs_input_grad[:2]), None
+        return *_loader.ops().norm_pool_backward(aligned_row(grad), *saved, *ctx.rows, ctx.needs_input_grad[:2]), None
 
 
 if _loader.native is not None:

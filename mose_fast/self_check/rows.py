@@ -44,12 +44,12 @@ _MAPS = (
     Shape(37, 64, 64, 8, 2, gate=True),
     Shape(37, 16, 24, 7, prologue=True),
     Shape(37, 128, 256, 4, prologue=True),
-    Shape(37, 24, 40, 6, 2, True, True, width=10),
+    Shape(37, 24, 40, 6, 2, True, width=10),
     Shape(37, 128, 128, 8, prologue=True),
     Shape(37, 256, 512, 4, prologue=True),
     Shape(37, 128, 128, 16, 2, gate=True),
     Shape(37, 256, 256, 8, 2, True),
-    Shape(5, 96, 200, 10, 2, True, True, width=20),
+    Shape(5, 96, 200, 10, 2, gate=True, width=20),
 )
 
 
@@ -117,7 +117,7 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
             how = {"training": training, "valid": valid if training else None}
             text = f"{_size(size)}{'' if training else ', frozen'}, {name}"
             yield Case("batch_norm_pool", text, partial(BatchNormPool, size, dtype, device, seed, **how))
-        for size, with_state in (((images, 160, 4, 4), True), ((images, 67, 3, 5), False)):
+        for size, with_state in (((images, 160, 4, 4), True), ((images, 72, 3, 5), False)):
             make = partial(NormPool, size, dtype, device, seed, with_state=with_state, valid=valid)
             text = "with a state" if with_state else "mean"
             yield Case("norm_pool", f"{text}, {_size(size)}, {name}", make)

@@ -313,8 +313,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     params.moments = context.poisoned<float>(static_cast<size_t>(launches.moments(params)) * 3 * O);
     auto* kept = poisoned(twin.map.size());
     params.map = s.keep_map ? kept : nullptr;
-    auto* card_y = poisoned(y.size());
-    params.y = card_y;
+    auto* gpu_y = poisoned(y.size());
+    params.y = gpu_y;
     params.state = context.poisoned<float>(4 * O);
     hide_input(in);
     hide(params.pointwise, bytes_of(O * C, s.type));
@@ -323,9 +323,9 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
       expect(context, "map", kept, twin.map, s.type, 2 * step);
     }
     // A map's rounding may fall to the other side.
-    expect(context, "y", card_y, y, s.type, 6 * step);
+    expect(context, "y", gpu_y, y, s.type, 6 * step);
     // Statistics are those of y as it is stored.
-    const Floats stored = decode(context.download(card_y, bytes_of(y.size(), s.type)), s.type);
+    const Floats stored = decode(context.download(gpu_y, bytes_of(y.size(), s.type)), s.type);
     Floats state(4 * O), running_mean(O), running_var(O);
     for (size_t o = 0; o < O; ++o) {
       const auto counted = static_cast<size_t>(s.valid * twin.out_height() * twin.out_width());
@@ -379,8 +379,8 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   total.pixels = twin.out_height() * twin.out_width();
   total.channels = s.channels;
   total.valid_pointer = in.valid_pointer;
-  auto* card_total = poisoned(grad.size());
-  total.total = card_total;
+  auto* gpu_total = poisoned(grad.size());
+  total.total = gpu_total;
   total.weight = context.poisoned<float>(C);
   total.bias = context.poisoned<float>(C);
   hide_gradient(total);
@@ -398,13 +398,13 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     const double slope = s.training ? -to_inverse * std::pow(state[C + c], 3) / count : 0;
     wanted[i] = grad[i] + slope * (y[i] - (state[c] + mean_rest[c])) + (s.training ? grad_state[c] / count : 0);
   }
-  expect(context, "gradient in all", card_total, wanted, s.type, 2 * step);
+  expect(context, "gradient in all", gpu_total, wanted, s.type, 2 * step);
   context.expect_close("norm's weight's gradient", total.weight, to_weight, 1e-6);
   context.expect_close("norm's bias's gradient", total.bias, to_bias, 1e-6);
   for (const bool has_grad : {true, false}) {  // one of its two parts alone
-    auto* card_part = poisoned(grad.size());
+    auto* gpu_part = poisoned(grad.size());
     mf::AlignConvGradY part = total;
-    part.total = card_part;
+    part.total = gpu_part;
     part.weight = part.bias = nullptr;
     part.grad = has_grad ? total.grad : nullptr;
     part.grad_state = has_grad ? nullptr : total.grad_state;
@@ -413,13 +413,13 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
     for (size_t i = 0; i < of_part.size(); ++i) {
       of_part[i] = i >= static_cast<size_t>(count) * C ? 0 : has_grad ? grad[i] : wanted[i] - grad[i];
     }
-    expect(context, "a part of the gradient", card_part, of_part, s.type, 4 * step);
+    expect(context, "a part of the gradient", gpu_part, of_part, s.type, 4 * step);
   }
   if (s.type != FloatType::kFloat32 && s.channels % 16 == 0) {
     // The first also with the gradient of the weights.
     for (const size_t kIn : {size_t{40}, size_t{72}}) {
       const Doubles pointwise = draw(random, C * kIn, s.type, 0.5);
-      const Floats stored = decode(context.download(card_total, bytes_of(grad.size(), s.type)), s.type);
+      const Floats stored = decode(context.download(gpu_total, bytes_of(grad.size(), s.type)), s.type);
       Doubles product(static_cast<size_t>(out_pixels) * kIn);
       for (size_t pixel = 0; pixel < static_cast<size_t>(out_pixels); ++pixel) {
         for (size_t c = 0; c < C; ++c) {
@@ -428,16 +428,16 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
           }
         }
       }
-      auto* card_again = poisoned(grad.size());
-      auto* card_product = poisoned(product.size());
-      total.total = card_again;
+      auto* gpu_again = poisoned(grad.size());
+      auto* gpu_product = poisoned(product.size());
+      total.total = gpu_again;
       total.pointwise = context.upload(encode(pointwise, s.type));
       total.in_channels = kIn;
-      total.map = card_product;
+      total.map = gpu_product;
       hide_gradient(total);
       launches.total(total);
-      expect(context, "gradient in all, with a product", card_again, wanted, s.type, 2 * step);
-      expect(context, "product", card_product, product, s.type, 2 * step);
+      expect(context, "gradient in all, with a product", gpu_again, wanted, s.type, 2 * step);
+      expect(context, "product", gpu_product, product, s.type, 2 * step);
       context.expect_close("norm's weight's gradient, with a product", total.weight, to_weight, 1e-6);
       if (kIn <= 64) {
         Doubles kept = draw(random, product.size(), s.type, 1);
@@ -450,18 +450,18 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
             }
           }
         }
-        auto* card_beside = poisoned(product.size());
-        auto* card_weights = poisoned(C * kIn);
+        auto* gpu_beside = poisoned(product.size());
+        auto* gpu_weights = poisoned(C * kIn);
         mf::AlignConvGradY with_weights = total;
         with_weights.total = nullptr;
-        with_weights.map = card_beside;
+        with_weights.map = gpu_beside;
         with_weights.kept = context.upload(encode(kept, s.type));
-        with_weights.into = {card_weights, s.type};
+        with_weights.into = {gpu_weights, s.type};
         with_weights.sums = context.poisoned<float>(static_cast<size_t>(launches.weight_sums(with_weights)) * C * kIn);
         hide_gradient(with_weights);
         launches.total(with_weights);
-        expect(context, "product, beside the weights' gradient", card_beside, product, s.type, 2 * step);
-        expect(context, "weights' gradient", card_weights, of_weights, s.type, step + 1e-5 * s.leeway);
+        expect(context, "product, beside the weights' gradient", gpu_beside, product, s.type, 2 * step);
+        expect(context, "weights' gradient", gpu_weights, of_weights, s.type, step + 1e-5 * s.leeway);
       }
     }
   }
@@ -470,26 +470,26 @@ void compare(Context& context, const Setting& s, const Launches& launches, bool 
   back.input = in;
   back.grad = total.grad;
   back.sums = context.poisoned<float>(static_cast<size_t>(launches.sums(in)) * mf::kAlignConvSums * C);
-  auto* card_x = poisoned(twin.x.size());
-  auto* card_gate = poisoned(twin.gate.size());
-  back.x = card_x;
-  back.gate = s.gate ? card_gate : nullptr;
+  auto* gpu_x = poisoned(twin.x.size());
+  auto* gpu_gate = poisoned(twin.gate.size());
+  back.x = gpu_x;
+  back.gate = s.gate ? gpu_gate : nullptr;
   back.depthwise.type = fused ? s.type : FloatType::kFloat32;
-  auto* card_depthwise = context.poisoned<unsigned char>(bytes_of(C * 9, back.depthwise.type));
-  back.depthwise.data = card_depthwise;
+  auto* gpu_depthwise = context.poisoned<unsigned char>(bytes_of(C * 9, back.depthwise.type));
+  back.depthwise.data = gpu_depthwise;
   back.prologue = s.prologue ? context.poisoned<float>(4 * C) : nullptr;
   hide_input(in);
   hide(back.grad, bytes_of(grad.size(), s.type));
   launches.backward(back);
   Doubles to_x, to_gate, to_depthwise, to_prologue;
   twin.run_back(grad, to_x, to_gate, to_depthwise, to_prologue);
-  expect(context, "x's gradient", card_x, to_x, s.type, 2 * step);
+  expect(context, "x's gradient", gpu_x, to_x, s.type, 2 * step);
   // Entered values may round to the other side.
   const double sums = s.leeway * (1e-5 + (s.type == FloatType::kFloat32 ? 0 : step));
-  expect(context, "depthwise weights' gradient", card_depthwise, to_depthwise, back.depthwise.type,
+  expect(context, "depthwise weights' gradient", gpu_depthwise, to_depthwise, back.depthwise.type,
          sums + (fused ? step : 0));
   if (s.gate) {
-    expect(context, "gate's gradient", card_gate, to_gate, s.type, 4 * step);
+    expect(context, "gate's gradient", gpu_gate, to_gate, s.type, 4 * step);
   }
   if (s.prologue) {
     context.expect_close("prologue's gradient", back.prologue, Floats(to_prologue.begin(), to_prologue.end()),
@@ -514,8 +514,10 @@ void compare(Context& context, const Setting& setting, bool fused) {
 
 KERNEL_CASE(align_conv_fused_in_bfloat16) {
   Setting setting;
+  setting.prologue = true;
   compare(context, setting, true);
   setting.stride = 2;
+  setting.prologue = false;
   compare(context, setting, true);
 }
 
@@ -548,12 +550,14 @@ KERNEL_CASE(align_conv_fused_of_many_channels) {
   compare(context, setting, true);
 }
 
-KERNEL_CASE(align_conv_fused_in_smaller_tiles) {
+// What takes most shared memory.
+KERNEL_CASE(align_conv_fused_of_the_most_channels) {
   Setting setting;
   setting.channels = 128;
-  setting.out_channels = 136;
-  setting.stride = 2;
-  setting.height = setting.width = 16;
+  setting.out_channels = 256;
+  setting.prologue = true;
+  setting.height = 9;
+  setting.width = 10;
   setting.images = setting.valid = 1;
   compare(context, setting, true);
 }
@@ -562,10 +566,12 @@ KERNEL_CASE(align_conv_of_several_tiles) {
   Setting setting;
   setting.height = 12;
   setting.width = 20;
-  setting.gate = setting.prologue = true;
+  setting.prologue = true;
   setting.images = setting.valid = 1;
   compare(context, setting, false);
   setting.stride = 2;
+  setting.prologue = false;
+  setting.gate = true;
   setting.height = 36;
   setting.width = 20;
   setting.channels = 8;
@@ -592,37 +598,38 @@ KERNEL_CASE(align_conv_of_the_least_maps) {
     setting.images = images;
     setting.valid = images == 5 ? 4 : images;
     setting.height = setting.width = images == 1 ? 1 : 2;
-    setting.gate = images != 1;
-    setting.stride = images == 5 ? 2 : 1;
+    setting.stride = images == 1 ? 1 : 2;
+    setting.gate = images == 5;
+    setting.prologue = images == 1;
     setting.channels = 16;
     compare(context, setting, true);
     compare(context, setting, false);
   }
 }
 
-// Every type, stride, gate and prologue; fused with one, two and four chunks of output channels, and the
-// depthwise convolution alone. Sizes take turns.
+// Every type and form; fused with one, two and four chunks of output channels, and the depthwise
+// convolution alone. Sizes take turns.
 COMPILED_CASE(align_conv_of_every_instance) {
   unsigned turn = 0;
   const auto next = [&](std::initializer_list<int64_t> choices) { return choices.begin()[turn % choices.size()]; };
   for (const FloatType type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kFloat32}) {
-    for (unsigned form = 0; form < 8; ++form) {
+    for (unsigned form = 0; form < 4; ++form) {  // stride 1 with a prologue; stride 2, with a prologue, with a gate
       for (const int64_t out_channels : {0, 40, 104, 168}) {
-        if (type == FloatType::kFloat32 && out_channels > 0) {
+        if ((type == FloatType::kFloat32 && out_channels > 0) || (form > 0 && out_channels > 128)) {
           continue;
         }
         ++turn;
         Setting setting;
         setting.type = type;
-        setting.stride = 1 + form % 2;
-        setting.gate = form / 2 % 2 != 0;
-        setting.prologue = form / 4 != 0;
+        setting.stride = form == 0 ? 1 : 2;
+        setting.gate = form == 3;
+        setting.prologue = form % 2 == 0;
         setting.training = turn % 4 != 0;
         setting.parameters = turn % 5 != 0;
         setting.keep_map = turn % 3 != 0;
         setting.images = next({2, 3, 1});
         setting.valid = setting.images - next({0, 1});
-        const int64_t unit = setting.gate || setting.stride == 2 ? 2 : 1;
+        const int64_t unit = setting.stride;
         setting.height = unit * next({5, 9, 2, 7, 1});
         setting.width = unit * next({3, 1, 9, 8});
         setting.channels = out_channels > 0 ? next({16, 48, 80}) : next({8, 40, 72, 16});
@@ -641,20 +648,21 @@ COMPILED_CASE(align_conv_of_many_tiles) {
   setting.valid = 273;
   setting.height = setting.width = 8;
   setting.out_channels = 16;
-  setting.prologue = setting.gate = true;
+  setting.prologue = true;
   setting.leeway = 10;
   compare(context, setting, true);
   setting.images = 205;
   setting.valid = 204;
   setting.channels = 72;
   compare(context, setting, false);
+  setting.prologue = false;
   setting.type = FloatType::kFloat32;
   setting.images = 275;
   setting.valid = 274;
   setting.channels = 8;
   setting.stride = 2;
   setting.height = setting.width = 16;
-  setting.gate = false;
+  setting.gate = true;
   compare(context, setting, false);
 }
 
@@ -662,7 +670,9 @@ KERNEL_CASE(align_conv_keeps_what_is_no_number) {
   for (const Setting::Nan nan : {Setting::kInX, Setting::kInPrologue, Setting::kInGate}) {
     Setting setting;
     setting.nan = nan;
-    setting.prologue = setting.gate = true;
+    setting.gate = nan == Setting::kInGate;
+    setting.prologue = !setting.gate;
+    setting.stride = setting.gate ? 2 : 1;
     compare(context, setting, true);
     setting.type = FloatType::kFloat32;
     setting.stride = 2;
@@ -674,17 +684,17 @@ KERNEL_CASE(align_conv_keeps_what_is_no_number) {
 
 // Two warps a block, but for the fused forward, and one block for all tiles, so that every barrier
 // counts.
-template <typename T, int kStride, bool kGate>
+template <typename T, int kStride, mf::cuda::Prologue kPrologue>
 static void compare_bodies(Context& context, const Setting& setting, bool fused) {
   constexpr int kThreads = 64;
   constexpr int kForwardThreads = 256;
   namespace cuda = mf::cuda;
   constexpr size_t kRoom = 64 * 1024;
   constexpr auto forward_bytes = [](int height, int width) -> size_t {
-    return cuda::entering<kStride>(1, height, width).pixels() * cuda::kSlice * sizeof(T);
+    return cuda::InputRegion::of<kStride>(1, height, width).pixels() * cuda::kSlice * sizeof(T);
   };
   constexpr auto backward_bytes = [](int height, int width) -> size_t {
-    return cuda::BackwardRegions<kStride, kGate>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
+    return cuda::BackwardRegions<kStride, kPrologue>::of({}, 0, 1, height, width).template bytes<T, kThreads>();
   };
   const auto forward_tiles = [&](const mf::AlignConvInput& in) {
     return cuda::ForwardTiles::of<kStride>(in, forward_bytes, kRoom);
@@ -747,18 +757,15 @@ static void compare_bodies(Context& context, const Setting& setting, bool fused)
            parts,
            [&](const mf::AlignConvBackward& params) {
              const cuda::Tiles tiles = cuda::Tiles::of(params.input.images, params.input.height, params.input.width, 4,
-                                                       backward_bytes, kRoom);
-             const auto regions = cuda::BackwardRegions<kStride, kGate>::of(
-                 params.input, cuda::kPixelsBeforeTile<T, kGate, kThreads>, tiles.images, tiles.height, tiles.width);
-             const auto launch = [&](auto prologue) {
-               shim::launch(cuda::BackwardBlock<kThreads>::slices(params.input.channels), kThreads,
-                            regions.template bytes<T, kThreads>(), [&] {
-                              MF_DYNAMIC_SHARED(memory);
-                              cuda::align_conv_backward_block<T, kStride, kGate, decltype(prologue)::value, kThreads>(
-                                  params, tiles, regions, memory);
-                            });
-             };
-             params.input.prologue != nullptr ? launch(std::true_type()) : launch(std::false_type());
+                                                       4, backward_bytes, kRoom);
+             const auto regions = cuda::BackwardRegions<kStride, kPrologue>::of(
+                 params.input, cuda::kHeaderPixels<T, kPrologue, kThreads>, tiles.images, tiles.height, tiles.width);
+             shim::launch(cuda::BackwardBlock<kThreads>::slices(params.input.channels), kThreads,
+                          regions.template bytes<T, kThreads>(), [&] {
+                            MF_DYNAMIC_SHARED(memory);
+                            cuda::align_conv_backward_block<T, kStride, kPrologue, kThreads>(params, tiles, regions,
+                                                                                             memory);
+                          });
              hide(params.sums, sizeof(float) * mf::kAlignConvSums * static_cast<size_t>(params.input.channels));
              shim::launch(static_cast<unsigned>((params.input.channels + 31) / 32 * mf::kAlignConvSums), kThreads,
                           kThreads * sizeof(float), [&] {
@@ -777,8 +784,9 @@ KERNEL_CASE(small_align_conv_bodies_fused) {
   setting.width = 8;
   setting.images = 2;
   setting.valid = 1;
-  setting.prologue = setting.gate = true;
-  compare_bodies<__nv_bfloat16, 1, true>(context, setting, true);
+  setting.stride = 2;
+  setting.gate = true;
+  compare_bodies<__nv_bfloat16, 2, mf::cuda::Prologue::kGate>(context, setting, true);
 }
 
 KERNEL_CASE(small_align_conv_bodies_alone) {
@@ -787,7 +795,7 @@ KERNEL_CASE(small_align_conv_bodies_alone) {
   setting.height = 20;
   setting.prologue = true;
   setting.type = FloatType::kFloat16;
-  compare_bodies<__half, 2, false>(context, setting, false);
+  compare_bodies<__half, 2, mf::cuda::Prologue::kNorm>(context, setting, false);
 }
 
 #endif

@@ -221,9 +221,9 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
     return context.upload(encode(padded(values, size, nan), s.type));
   };
   const size_t map_bytes = size * (s.type == FloatType::kFloat32 ? 4 : 2);
-  const auto* card_x = bytes_of(x);
-  const auto* card_residual = s.residual ? bytes_of(residual) : nullptr;
-  const auto* card_before = s.prologue ? context.upload(floats(before)) : nullptr;
+  const auto* gpu_x = bytes_of(x);
+  const auto* gpu_residual = s.residual ? bytes_of(residual) : nullptr;
+  const auto* gpu_before = s.prologue ? context.upload(floats(before)) : nullptr;
   mf::NormParams params[2] = {};
   std::vector<float*> running_mean, running_var;
   auto* batches = context.upload(std::vector<int64_t>{41});
@@ -258,14 +258,14 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   auto* mean_rest = context.poisoned<float>(static_cast<size_t>(channels));
   auto* tickets = context.upload(std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));
   auto* partials = context.poisoned<float>(static_cast<size_t>(count * grid.partials(mf::NormStatistics::kFields)));
-  hide(card_x, map_bytes);
+  hide(gpu_x, map_bytes);
   launches.statistics({shape,
                        s.type,
                        s.processors,
                        static_cast<int>(count),
-                       {card_x, card_residual},
+                       {gpu_x, gpu_residual},
                        {params[0], params[1]},
-                       card_before,
+                       gpu_before,
                        state,
                        mean_rest,
                        partials,
@@ -301,14 +301,14 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
     }
   }
   const double tolerance = 4 * amplified + step_of(s.type) + 2e-5;
-  auto* card_y = context.poisoned<unsigned char>(map_bytes);
-  auto* card_mask = s.relu && s.wants_mask ? context.poisoned<uint8_t>(mask.size()) : nullptr;
+  auto* gpu_y = context.poisoned<unsigned char>(map_bytes);
+  auto* gpu_mask = s.relu && s.wants_mask ? context.poisoned<uint8_t>(mask.size()) : nullptr;
   hide(state, states * sizeof(float));
-  launches.forward({shape, s.type, s.processors, card_x, state, card_before, card_residual, s.second_norm, s.relu,
-                    card_y, card_mask});
-  expect_map(context, "y", card_y, padded(y, size, 0), s.type, tolerance);
-  if (card_mask != nullptr) {
-    std::vector<uint8_t> bits = context.download(card_mask, mask.size());
+  launches.forward(
+      {shape, s.type, s.processors, gpu_x, state, gpu_before, gpu_residual, s.second_norm, s.relu, gpu_y, gpu_mask});
+  expect_map(context, "y", gpu_y, padded(y, size, 0), s.type, tolerance);
+  if (gpu_mask != nullptr) {
+    std::vector<uint8_t> bits = context.download(gpu_mask, mask.size());
     for (size_t i = 0; i < valid; ++i) {  // next to zero either answer will do
       if (std::abs(z[i]) < tolerance) {
         const auto bit = static_cast<uint8_t>(1u << i % mf::kGroup);
@@ -327,17 +327,17 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   }
   back.grad_count = s.consumers;
   back.mask = s.relu ? context.upload(mask) : nullptr;
-  back.x = card_x;
-  back.residual = s.second_norm ? card_residual : nullptr;
+  back.x = gpu_x;
+  back.residual = s.second_norm ? gpu_residual : nullptr;
   back.state = context.upload(wanted_state);
-  back.prologue = card_before;
+  back.prologue = gpu_before;
   std::copy_n(params, 2, back.norm);
   const auto grad_rows = static_cast<size_t>(mf::kNormGradRows * channels);
   back.norm_grads = context.poisoned<float>(static_cast<size_t>(count) * grad_rows);
   back.partials = context.poisoned<float>(static_cast<size_t>(grid.partials(mf::BatchNormActBackward::kSumFields)));
   back.tickets = tickets;
-  auto* card_g = s.keep_sum ? context.poisoned<unsigned char>(map_bytes) : nullptr;
-  back.g = card_g;
+  auto* gpu_g = s.keep_sum ? context.poisoned<unsigned char>(map_bytes) : nullptr;
+  back.g = gpu_g;
   hide(back.grads[0], map_bytes);
   launches.sums(back);
   for (size_t i = 0; i < norms.size(); ++i) {
@@ -346,30 +346,30 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
     context.expect_close("gradient of bias", back.norm_grads + i * grad_rows + channels, floats(to_bias[i]), 1e-4);
   }
   if (s.keep_sum) {
-    expect_map(context, "sum of gradients", card_g, padded(g, size, 0), s.type, 1e-6);
+    expect_map(context, "sum of gradients", gpu_g, padded(g, size, 0), s.type, 1e-6);
     std::fill_n(back.grads, s.consumers, nullptr);
-    back.grads[0] = card_g;
+    back.grads[0] = gpu_g;
     back.grad_count = 1;
     back.mask = nullptr;
   }
-  auto* card_to_x = context.poisoned<unsigned char>(map_bytes);
-  auto* card_to_residual = s.second_norm ? context.poisoned<unsigned char>(map_bytes) : nullptr;
-  back.x_grad = card_to_x;
-  back.residual_grad = card_to_residual;
+  auto* gpu_to_x = context.poisoned<unsigned char>(map_bytes);
+  auto* gpu_to_residual = s.second_norm ? context.poisoned<unsigned char>(map_bytes) : nullptr;
+  back.x_grad = gpu_to_x;
+  back.residual_grad = gpu_to_residual;
   back.prologue_grad = s.prologue ? context.poisoned<float>(to_before.size()) : nullptr;
   back.partials =
       context.poisoned<float>(static_cast<size_t>(grid.partials(mf::BatchNormActBackward::kPrologueFields)));
   hide(back.norm_grads, static_cast<size_t>(count) * grad_rows * sizeof(float));
-  hide(card_g, map_bytes);
+  hide(gpu_g, map_bytes);
   launches.backward(back);
   double largest = 1;  // of scale: dx is scale times what a gradient of 1 gives
   for (const double v : wanted_state) {
     largest = std::max(largest, std::abs(v) < 1e3 ? std::abs(v) : 0.0);
   }
   const double loose = step_of(s.type) + 1e-4 + 8 * largest * amplified;
-  expect_map(context, "gradient of x", card_to_x, padded(to_x, size, 0), s.type, loose);
+  expect_map(context, "gradient of x", gpu_to_x, padded(to_x, size, 0), s.type, loose);
   if (s.second_norm) {
-    expect_map(context, "gradient of the residual", card_to_residual, padded(to_residual, size, 0), s.type, loose);
+    expect_map(context, "gradient of the residual", gpu_to_residual, padded(to_residual, size, 0), s.type, loose);
   }
   if (s.prologue) {
     context.expect_close("gradient of the prologue", back.prologue_grad, floats(to_before), 2e-4);
@@ -382,10 +382,10 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
     }
     back.grad_count = 0;
     back.mask = nullptr;
-    auto* card_through = context.poisoned<unsigned char>(map_bytes);
-    back.x_grad = card_through;
+    auto* gpu_through = context.poisoned<unsigned char>(map_bytes);
+    back.x_grad = gpu_through;
     launches.backward(back);
-    expect_map(context, "gradient of x through the statistics", card_through, padded(through, size, 0), s.type, loose);
+    expect_map(context, "gradient of x through the statistics", gpu_through, padded(through, size, 0), s.type, loose);
   }
   context.expect_equal("tickets after all", tickets,
                        std::vector<uint32_t>(static_cast<size_t>(count * grid.tickets()), 0));

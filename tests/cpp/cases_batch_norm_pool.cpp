@@ -123,7 +123,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   const size_t outputs = s.images * s.channels;
   const size_t width = s.type == FloatType::kFloat32 ? 4 : 2;
   const double nan = std::numeric_limits<double>::quiet_NaN();
-  const auto card = [&](const Doubles& values, size_t count) {
+  const auto uploaded = [&](const Doubles& values, size_t count) {
     return context.upload(encode(padded(values, count, nan), s.type));
   };
   const auto expect = [&](const char* what, const unsigned char* memory, const Doubles& values, size_t count,
@@ -134,7 +134,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   const mf::MapShape shape{static_cast<int64_t>(s.images), static_cast<int64_t>(s.pixels),
                            static_cast<int64_t>(s.channels),
                            context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)}), -1};
-  const auto* x = card(wanted.x, size);
+  const auto* x = uploaded(wanted.x, size);
   const auto* state = context.upload(floats(wanted.state));
   auto* pooled = context.poisoned<unsigned char>(outputs * width);
   auto* counts = context.poisoned<float>(outputs);
@@ -143,11 +143,11 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   const double close = 2e-5 + step_of(s.type) + 1e-6 * s.offset;
   hide(state, wanted.state.size() * sizeof(float));
   if (!s.for_backward) {
-    launches.forward({shape, s.type, x, card(wanted.residual, size), state, pooled, nullptr, nullptr, nullptr});
+    launches.forward({shape, s.type, x, uploaded(wanted.residual, size), state, pooled, nullptr, nullptr, nullptr});
     expect("pooled alone", pooled, wanted.pooled, outputs, close);
     return;
   }
-  launches.forward({shape, s.type, x, card(wanted.residual, size), state, pooled, counts, sums, mask});
+  launches.forward({shape, s.type, x, uploaded(wanted.residual, size), state, pooled, counts, sums, mask});
   expect("pooled", pooled, wanted.pooled, outputs, close);
   context.expect_close("counts", counts, floats(padded(wanted.counts, outputs, 0)), 0.0);
   context.expect_close("sums", sums, floats(padded(wanted.sums, outputs, 0)), 2e-5 + 1e-6 * s.offset);
@@ -161,7 +161,7 @@ void compare(Context& context, const Setting& s, const Launches& launches) {
   auto* norm_grads = context.poisoned<float>(mf::kNormGradRows * s.channels);
   auto* to_x = s.wants_x ? context.poisoned<unsigned char>(size * width) : nullptr;
   auto* to_residual = s.wants_residual ? context.poisoned<unsigned char>(size * width) : nullptr;
-  const auto* grad = card(wanted.grad, outputs);
+  const auto* grad = uploaded(wanted.grad, outputs);
   hide(grad, outputs * width);
   launches.backward({shape, s.type, grad, x, state, counts, sums, mask, norm, norm_grads, to_x, to_residual});
   const Floats rows = context.download(norm_grads, 2 * s.channels);

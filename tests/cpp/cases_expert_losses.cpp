@@ -161,31 +161,31 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
   in.new_rows_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.new_rows)});
   in.valid_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(s.valid)});
   in.new_rows = in.valid = -1;
-  auto* card_terms = context.poisoned<float>(terms.size());
-  auto* card_statistics = context.poisoned<float>(statistics.size());
-  forward({in, card_terms, card_statistics});
+  auto* gpu_terms = context.poisoned<float>(terms.size());
+  auto* gpu_statistics = context.poisoned<float>(statistics.size());
+  forward({in, gpu_terms, gpu_statistics});
   std::vector<float> wanted_terms(terms.begin(), terms.end());
   for (int64_t e = 0; s.wrong_label && e < s.experts; ++e) {
     wanted_terms[static_cast<size_t>(e * mf::kTerms + 1)] = nan;
   }
-  context.expect_close("terms", card_terms, wanted_terms, 2e-5);
+  context.expect_close("terms", gpu_terms, wanted_terms, 2e-5);
 
   const auto bytes = [](const Doubles& values, FloatType type) {
     return values.size() * (type == FloatType::kFloat32 ? 4 : 2);
   };
-  auto* card_z = context.poisoned<unsigned char>(bytes(z, s.projections));
-  auto* card_logits = context.poisoned<unsigned char>(bytes(logits, s.others));
-  auto* card_features = context.poisoned<unsigned char>(bytes(features, s.others));
-  auto* card_student = context.poisoned<unsigned char>(bytes(student, s.others));
-  const std::vector<float> card_grad(grad.begin(), s.one_gradient ? grad.begin() + 1 : grad.end());
+  auto* gpu_z = context.poisoned<unsigned char>(bytes(z, s.projections));
+  auto* gpu_logits = context.poisoned<unsigned char>(bytes(logits, s.others));
+  auto* gpu_features = context.poisoned<unsigned char>(bytes(features, s.others));
+  auto* gpu_student = context.poisoned<unsigned char>(bytes(student, s.others));
+  const std::vector<float> gpu_grad(grad.begin(), s.one_gradient ? grad.begin() + 1 : grad.end());
   backward({in,
-            card_statistics,
-            context.upload(card_grad),
+            gpu_statistics,
+            context.upload(gpu_grad),
             {s.one_gradient ? 0 : mf::kTerms, s.one_gradient ? 0 : 1},
-            {card_z, s.projections},
-            {card_logits, s.others},
-            {to_teachers ? card_features : nullptr, s.others},
-            {card_student, s.others}});
+            {gpu_z, s.projections},
+            {gpu_logits, s.others},
+            {to_teachers ? gpu_features : nullptr, s.others},
+            {gpu_student, s.others}});
   if (s.wrong_label || s.spoiled >= 0) {
     return;
   }
@@ -194,11 +194,11 @@ void compare(Context& context, const Setting& s, const Forward& forward, const B
     context.expect_close(what, context.upload(values), std::vector<float>(wanted.begin(), wanted.end()),
                          1.5 * step_of(type) + 1e-5);
   };
-  expect("projections' gradient", card_z, to_z, s.projections);
-  expect("logits' gradient", card_logits, to_logits, s.others);
-  expect("student's gradient", card_student, to_student, s.others);
+  expect("projections' gradient", gpu_z, to_z, s.projections);
+  expect("logits' gradient", gpu_logits, to_logits, s.others);
+  expect("student's gradient", gpu_student, to_student, s.others);
   if (to_teachers) {
-    expect("features' gradient", card_features, to_features, s.others);
+    expect("features' gradient", gpu_features, to_features, s.others);
   }
 }
 

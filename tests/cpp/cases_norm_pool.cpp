@@ -48,7 +48,6 @@ struct Shape {
   int64_t valid;
   bool has_state = true;
   bool on_device = false;  // whether the kernel reads `valid` from memory
-  size_t offset = 0;       // elements of the map's memory before the map: 1 makes it unaligned
 };
 
 template <typename T>
@@ -61,19 +60,19 @@ template <typename T, typename Forward, typename Backward>
 void compare(Context& context, const Shape& shape, double tolerance, Forward forward, Backward backward) {
   const auto elements = static_cast<size_t>(shape.images * shape.pixels * shape.channels);
   const auto outputs = static_cast<size_t>(shape.images * shape.channels);
-  auto x = random_values<T>(shape.offset + elements, 1);
+  auto x = random_values<T>(elements, 1);
   auto grad = random_values<T>(outputs, 2);
   const auto state = random_values<float>(static_cast<size_t>(mf::kNormRows * shape.channels), 3);
   const auto valid = static_cast<size_t>(std::clamp<int64_t>(shape.valid, 0, shape.images));
   for (size_t i = valid * static_cast<size_t>(shape.pixels * shape.channels); i < elements; ++i) {
-    mf::round_to(NAN, x[shape.offset + i]);
+    mf::round_to(NAN, x[i]);
   }
   for (size_t i = valid * static_cast<size_t>(shape.channels); i < outputs; ++i) {
     mf::round_to(NAN, grad[i]);
   }
   std::vector<T> pooled(outputs), dx(elements);
   Floats counts(outputs), sums(outputs), dstate(state.size());
-  mf::NormPoolInput in{{x.data() + shape.offset, type_of(T{})},
+  mf::NormPoolInput in{{x.data(), type_of(T{})},
                        shape.has_state ? state.data() : nullptr,
                        shape.images,
                        shape.pixels,
@@ -89,7 +88,7 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
                                shape.has_state ? dstate.data() : nullptr},
                               1);
 
-  in.x.data = context.upload(x) + shape.offset;
+  in.x.data = context.upload(x);
   in.state = shape.has_state ? context.upload(state) : nullptr;
   if (shape.on_device) {
     in.valid_pointer = context.upload(std::vector<int32_t>{static_cast<int32_t>(shape.valid)});
@@ -99,7 +98,7 @@ void compare(Context& context, const Shape& shape, double tolerance, Forward for
   auto* device_counts = context.poisoned<float>(outputs);
   auto* device_sums = context.poisoned<float>(outputs);
   forward(mf::NormPoolForward{in, {device_pooled, type_of(T{})}, device_counts, device_sums});
-  auto* device_dx = context.poisoned<T>(elements + shape.offset) + shape.offset;
+  auto* device_dx = context.poisoned<T>(elements);
   auto* device_dstate = context.poisoned<float>(state.size());
   backward(mf::NormPoolBackward{in,
                                 context.upload(grad),
@@ -142,24 +141,21 @@ KERNEL_CASE(norm_pool_of_padding) {
 }
 
 KERNEL_CASE(norm_pool_of_odd_shapes) {
-  compare<float>(context, {3, 1, 1, 3}, kTolerance);
-  compare<mf::BFloat16>(context, {2, 21, 67, 2}, kBFloat16);
-  compare<mf::Float16>(context, {1, 9, 65, 1}, kFloat16);
-  compare<mf::BFloat16>(context, {2, 9, 64, 2, true, false, 1}, kBFloat16);
-  compare<float>(context, {70, 1, 9, 70}, kTolerance);
+  compare<float>(context, {3, 1, 4, 3}, kTolerance);
+  compare<mf::BFloat16>(context, {2, 21, 72, 2}, kBFloat16);
+  compare<mf::Float16>(context, {1, 9, 8, 1}, kFloat16);
+  compare<float>(context, {70, 1, 12, 70}, kTolerance);
   compare<float>(context, {0, 4, 12, 0}, kTolerance);
   compare<float>(context, {3, 4, 0, 3}, kTolerance);
 }
 
-// Vectors and single numbers of every type, more pixels and images than a thread takes at a time.
+// Every type, more pixels and images than a thread takes at a time.
 template <typename T>
 static void compare_every_instance(Context& context, double tolerance) {
-  for (const int64_t channels : {72, 67}) {
-    for (const bool has_state : {true, false}) {
-      compare<T>(context, {5, 37, channels, 4, has_state, true}, tolerance);
-      for (const int64_t images : {230, 323}) {
-        compare<T>(context, {images, 2, channels, images - 1, has_state}, tolerance);
-      }
+  for (const bool has_state : {true, false}) {
+    compare<T>(context, {5, 37, 72, 4, has_state, true}, tolerance);
+    for (const int64_t images : {230, 323}) {
+      compare<T>(context, {images, 2, 72, images - 1, has_state}, tolerance);
     }
   }
 }
@@ -173,23 +169,23 @@ COMPILED_CASE(norm_pool_of_every_instance) {
 KERNEL_CASE(mean_without_a_norm) {
   compare<float>(context, {3, 16, 72, 3, false}, kTolerance);
   compare<mf::BFloat16>(context, {3, 16, 512, 2, false}, kBFloat16);
-  compare<mf::Float16>(context, {2, 7, 20, 2, false}, kFloat16);
+  compare<mf::Float16>(context, {2, 7, 24, 2, false}, kFloat16);
 }
 
 KERNEL_CASE(norm_pool_of_one_gradient_alone) {
-  const auto grad = context.upload(random_values<float>(20, 4));
-  const auto x = random_values<float>(60, 5);
-  const auto state = random_values<float>(40, 6);
-  Floats counts(20), sums(20), pooled(20), dx(60), dstate(40);
-  mf::NormPoolInput in{{x.data(), mf::FloatType::kFloat32}, state.data(), 2, 3, 10, nullptr, 2};
-  const auto grad_on_host = context.download(grad, 20);
+  const auto grad = context.upload(random_values<float>(24, 4));
+  const auto x = random_values<float>(72, 5);
+  const auto state = random_values<float>(48, 6);
+  Floats counts(24), sums(24), pooled(24), dx(72), dstate(48);
+  mf::NormPoolInput in{{x.data(), mf::FloatType::kFloat32}, state.data(), 2, 3, 12, nullptr, 2};
+  const auto grad_on_host = context.download(grad, 24);
   mf::cpu::norm_pool({in, {pooled.data(), mf::FloatType::kFloat32}, counts.data(), sums.data()}, 1);
   mf::cpu::norm_pool_backward(
       {in, grad_on_host.data(), counts.data(), sums.data(), {dx.data(), mf::FloatType::kFloat32}, dstate.data()}, 1);
   in.x.data = context.upload(x);
   in.state = context.upload(state);
-  auto* device_dx = context.poisoned<float>(60);
-  auto* device_dstate = context.poisoned<float>(40);
+  auto* device_dx = context.poisoned<float>(72);
+  auto* device_dstate = context.poisoned<float>(48);
   mf::cuda::norm_pool_backward({in, grad, nullptr, nullptr, {device_dx, mf::FloatType::kFloat32}, nullptr},
                                context.stream());
   mf::cuda::norm_pool_backward(
@@ -208,7 +204,7 @@ KERNEL_CASE(small_norm_pool) {
     compare<float>(
         context, {9, 5, 12, valid}, kTolerance,
         [](const mf::NormPoolForward& params) {
-          shim::launch(dim3(9, 2), 2, 0, [&] { mf::cuda::norm_pool_block<float, 4>(params); });
+          shim::launch(dim3(9, 2), 2, 0, [&] { mf::cuda::norm_pool_block<float>(params); });
         },
         [](const mf::NormPoolBackward& params) {
           shim::launch(2 + 9, 32, 64 * sizeof(float), [&] {
@@ -216,7 +212,7 @@ KERNEL_CASE(small_norm_pool) {
             if (blockIdx.x < 2) {
               mf::cuda::norm_pool_state_block<float>(params, blockIdx.x, reinterpret_cast<float*>(shared));
             } else {
-              mf::cuda::norm_pool_map_block<float, 4>(params, static_cast<int64_t>(blockIdx.x) - 2);
+              mf::cuda::norm_pool_map_block<float>(params, static_cast<int64_t>(blockIdx.x) - 2);
             }
           });
         });

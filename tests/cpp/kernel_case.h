@@ -1,6 +1,6 @@
 // Comparisons of a kernel with its CPU twin, defined once and run twice: on the CPU by
 // tests/cpp/test_kernels_on_cpu.py, through csrc/emulated/cuda_on_cpu.h and under sanitizers, and
-// on a card by the program kernel_check.
+// on a GPU by the program kernel_check.
 //
 // To add an op: write tests/cpp/cases_<stem>.cpp with one KERNEL_CASE(name) { ... } a comparison;
 // csrc/cpu/<stem>.cpp, where there is one, and csrc/cuda/<stem>.cu are compiled along with it,
@@ -14,7 +14,7 @@
 //     context.expect_equal("output", output, wanted);
 //   }
 //
-// Every case runs several times: in each of four schedules on the CPU, twice on a card; what it
+// Every case runs several times: in each of four schedules on the CPU, twice on a GPU; what it
 // compares must agree among the runs bit for bit, whatever the tolerance to the twin is. Memory
 // that a kernel has not written is poisoned with another byte in every other run. Cases named
 // small_... must reach every __syncthreads: the tests take each away in turn and want the schedules

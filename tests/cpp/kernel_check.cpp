@@ -1,11 +1,11 @@
-// Runs the cases of kernel_case.h: compiled by nvcc, on a card; with cuda_on_cpu.h included first,
+// Runs the cases of kernel_case.h: compiled by nvcc, on a GPU; with cuda_on_cpu.h included first,
 // on the CPU.
 //
 //   kernel_check [NAME ...]            the cases whose names begin with one of these, else all; one line a case
 //   kernel_check --sites [NAME ...]    on the CPU: also prints each barrier that was reached, as file:line
 //   kernel_check --without FILE:LINE   on the CPU: that barrier does nothing
 //
-// Exit status 0: all cases hold; 1: a case fails; 2: wrong arguments; 77: there is no card.
+// Exit status 0: all cases hold; 1: a case fails; 2: wrong arguments; 77: there is no GPU.
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
@@ -75,24 +75,24 @@ void* Context::allocate(size_t bytes) {
 }
 
 void Context::copy_in(void* memory, const void* values, size_t bytes) {
-  check(cudaMemcpy(memory, values, bytes, cudaMemcpyHostToDevice), "copy to the card");
+  check(cudaMemcpy(memory, values, bytes, cudaMemcpyHostToDevice), "copy to the GPU");
 }
 
 void Context::copy_out(void* values, const void* memory, size_t bytes) {
   check(cudaStreamSynchronize(stream()), "kernel");
-  check(cudaMemcpy(values, memory, bytes, cudaMemcpyDeviceToHost), "copy from the card");
+  check(cudaMemcpy(values, memory, bytes, cudaMemcpyDeviceToHost), "copy from the GPU");
 }
 
 bool prepare() {
-  int cards = 0;
-  const cudaError_t error = cudaGetDeviceCount(&cards);
-  if (error != cudaSuccess || cards == 0) {
-    std::printf("kernel_check: no kernel was run: there is no CUDA card (%s)\n", cudaGetErrorString(error));
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess || devices == 0) {
+    std::printf("kernel_check: no kernel was run: there is no CUDA GPU (%s)\n", cudaGetErrorString(error));
     return false;
   }
-  cudaDeviceProp card{};
-  check(cudaGetDeviceProperties(&card, 0), "cudaGetDeviceProperties");
-  std::printf("kernel_check on %s, compute capability %d.%d\n", card.name, card.major, card.minor);
+  cudaDeviceProp device{};
+  check(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
+  std::printf("kernel_check on %s, compute capability %d.%d\n", device.name, device.major, device.minor);
   return true;
 }
 

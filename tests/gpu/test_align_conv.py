@@ -57,12 +57,12 @@ OTHERS = (
     Shape(37, 64, 64, 32, 2, gate=True),
     Shape(1, 64, 128, 16, 1, True),
     Shape(3, 16, 24, 7, 1, True),
-    Shape(5, 8, 8, 6, 2, True, True),
-    Shape(9, 24, 40, 5),
+    Shape(5, 8, 8, 6, 2, True),
+    Shape(9, 24, 40, 5, 1, True),
     Shape(129, 64, 64, 64, 2, gate=True),
     Shape(1, 512, 512, 4, 1, True),
     Shape(11, 128, 256, 8, 1, True, width=12),
-    Shape(2, 96, 200, 10, 2, True, True, width=20),
+    Shape(2, 96, 200, 10, 2, gate=True, width=20),
     Shape(1024, 128, 128, 8, 1, True),
 )
 #: One for each of the two ways, with a gate and with a prologue.
@@ -227,6 +227,15 @@ def test_odd_channels_run_on_pytorch_and_say_so():
     with pytest.warns(RuntimeWarning, match="10 to 12 channels"):
         y = align_conv(problem.x, problem.depthwise, problem.pointwise, Norm.of(problem.module), stride=2).y
     assert y.shape == (3, 12, 4, 4)
+
+
+@pytest.mark.parametrize(("stride", "prologue", "gate"), [(1, False, False), (1, True, True), (2, True, True)])
+def test_a_form_that_no_module_has_runs_on_pytorch_and_says_so(stride, prologue, gate):
+    problem = problem_of(Shape(3, 16, 24, 8, stride, prologue, gate), torch.float32)
+    with pytest.warns(RuntimeWarning, match=f"align_conv of stride {stride} .* runs on PyTorch's own operations"):
+        found = problem.run(align_conv)
+    for name, wanted in problem.run(problem.form).items():
+        torch.testing.assert_close(found[name], wanted)
 
 
 def test_no_image():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mose_fast import _loader
+from mose_fast.ops.maps import say_once
 from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.self_check.problems import NormPool
 from tests.gpu.comparison import check, results
@@ -13,7 +14,7 @@ from tests.gpu.comparison import check, results
 DEVICE = _loader.card()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (383, 512, 8, 8), (5, 67, 3, 5)]
+SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (383, 512, 8, 8), (5, 72, 3, 5)]
 
 
 def make(shape, dtype=torch.float32, device=DEVICE, **options):
@@ -59,6 +60,15 @@ def test_memory_that_is_not_aligned():
     (dx,) = torch.autograd.grad(pooled, leaf, problem.grad)
     wanted = results(problem, norm_pool)
     assert torch.equal(pooled, wanted[0]) and torch.equal(dx, wanted[1])
+
+
+def test_odd_channels_run_on_pytorch_and_say_so():
+    problem = make((5, 67, 3, 5), torch.float32)
+    say_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="a map has 67 channels"):
+        found = results(problem, norm_pool)
+    for value, wanted in zip(found, results(problem, problem.form), strict=True):
+        torch.testing.assert_close(value, wanted)
 
 
 @pytest.mark.needs("graphs")

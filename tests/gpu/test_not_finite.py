@@ -104,12 +104,13 @@ def state_of(generator: torch.Generator, channels: int) -> Tensor:
 #: what enters.
 ALIGN_CONVS = [
     # dtype, channels, out_channels, stride, prologue, gate, training
-    (torch.bfloat16, 16, 24, 1, True, True, True),
+    (torch.bfloat16, 16, 24, 1, True, False, True),
     (torch.bfloat16, 16, 16, 2, True, False, False),
     (torch.float16, 32, 16, 2, False, True, True),
     (torch.float32, 16, 16, 1, True, False, True),
-    (torch.float32, 24, 40, 2, True, True, True),
-    (torch.bfloat16, 136, 264, 1, True, True, True),
+    (torch.float32, 24, 40, 2, False, True, True),
+    (torch.bfloat16, 136, 264, 1, True, False, True),
+    (torch.bfloat16, 24, 40, 2, False, False, True),
 ]
 
 

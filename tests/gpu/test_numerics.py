@@ -59,14 +59,15 @@ def test_the_gradient_through_align_conv_keeps_its_digits_beside_a_large_mean(of
     """Where y has a large mean; pointwise is the unit matrix, and depthwise takes the middle, so
     that all y is exact.
     """
-    x = channels_last(normal(3, 16, 5, 4) + offset)
+    x = channels_last(normal(3, 16, 6, 4) + offset)
     depthwise = torch.zeros(16, 1, 3, 3, device=DEVICE)
     depthwise[:, :, 1, 1] = 1
     pointwise, upstream = torch.eye(16, device=DEVICE).view(16, 16, 1, 1), normal(4, 16, seed=2)
 
     def run(function, dtype):
         leaf = x.to(dtype).requires_grad_()
-        state = function(leaf, depthwise.to(dtype), pointwise.to(dtype), Norm(None, None, None, None, eps=1e-3)).state
+        norm = Norm(None, None, None, None, eps=1e-3)
+        state = function(leaf, depthwise.to(dtype), pointwise.to(dtype), norm, stride=2).state
         return torch.autograd.grad(state, leaf, upstream.to(dtype))[0]
 
     exact, plain = run(plain_align_conv.align_conv, torch.float64), run(plain_align_conv.align_conv, torch.float32)
@@ -99,8 +100,8 @@ def test_no_image_has_a_state_too(dtype, channels, out_channels, training):
         for function in (align_conv, plain_align_conv.align_conv):
             running = [normal(out_channels, seed=1), normal(out_channels, seed=2).abs()]
             norm = Norm(weight, None, *running, training=training)
-            y, state = function(x, normal(channels, 1, 3, 3), normal(out_channels, channels, 1, 1), norm)
-            assert y.shape == (0, out_channels, 4, 4)
+            y, state = function(x, normal(channels, 1, 3, 3), normal(out_channels, channels, 1, 1), norm, stride=2)
+            assert y.shape == (0, out_channels, 2, 2)
             results.append(
                 (
                     state,
@@ -133,15 +134,11 @@ def test_memory_may_start_anywhere(dtype, channels):
     def run(put):
         leaves = {name: put(t).detach().requires_grad_() for name, t in tensors.items()}
         norm = Norm(leaves["weight"], leaves["bias"], put(normal(16)), put(normal(16).abs()))
-        y, state = align_conv(
-            leaves["x"],
-            leaves["depthwise"],
-            leaves["pointwise"],
-            norm,
-            prologue=leaves["prologue"],
-            gate=leaves["gate"],
-        )
-        results = [y, state, *torch.autograd.grad((y, state), list(leaves.values()), (put(to_y), put(to_state)))]
+        convolutions = (leaves["x"], leaves["depthwise"], leaves["pointwise"], norm)
+        y, state = align_conv(*convolutions, prologue=leaves["prologue"])
+        gated = align_conv(*convolutions, stride=2, gate=leaves["gate"]).y
+        upstream = (put(to_y), put(to_state), put(channels_last(to_y[:, :, ::2, ::2])))
+        results = [y, state, gated, *torch.autograd.grad((y, state, gated), list(leaves.values()), upstream)]
         of_x = norm_state(leaves["x"], Norm(None, None, None, None))
         z = batch_norm_act(leaves["x"], Norm(None, None, None, None), prologue=leaves["prologue"])
         return [*results, of_x, z, *torch.autograd.grad((of_x, z), leaves["x"], (put(tensors["prologue"]), put(x)))]
@@ -154,16 +151,20 @@ def test_a_scalar_count_is_cut_and_never_refused():
     for dtype in DTYPES:
         one = channels_last(normal(1, 16, 1, 1).to(dtype))
         depthwise, pointwise, norm = normal(16, 1, 3, 3), normal(16, 16, 1, 1), Norm(None, None, None, None)
+        prologue = normal(4, 16, seed=5).abs()
         for count in (1, 0, -3, 9):
             rows = torch.tensor(count, dtype=torch.int32, device=DEVICE)
-            y, state = align_conv(one, depthwise, pointwise, norm, valid_rows=rows)
+            y, state = align_conv(one, depthwise, pointwise, norm, prologue=prologue, valid_rows=rows)
             assert y.isfinite().all() and state.isfinite().all()
             assert batch_norm_act(one, norm, valid_rows=rows).isfinite().all()
         x = channels_last(normal(3, 16, 2, 2).to(dtype))
         for count in (-3, 9):
             rows, cut = torch.tensor(count, dtype=torch.int32, device=DEVICE), max(0, min(3, count))
             both = [
-                [*align_conv(x, depthwise, pointwise, norm, valid_rows=given), norm_state(x, norm, given)]
+                [
+                    *align_conv(x, depthwise, pointwise, norm, prologue=prologue, valid_rows=given),
+                    norm_state(x, norm, given),
+                ]
                 for given in (rows, cut)
             ]
             assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))

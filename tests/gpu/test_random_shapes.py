@@ -214,8 +214,9 @@ def map_shape(draw: Draw, channels: int, even: bool) -> tuple[int, int, int]:
 def align_conv_case(draw: Draw) -> None:
     dtype = draw.one_of("dtype", (F32, BF16, BF16, F16))
     channels, out_channels = draw.one_of("channels", CHANNELS), draw.one_of("out_channels", CHANNELS)
-    stride, gated, follows = draw.one_of("stride", (1, 2)), draw.flag("gate"), draw.flag("prologue")
-    images, height, width = map_shape(draw, max(channels, out_channels), stride == 2 or gated)
+    stride, prologue = draw.one_of("form", ((1, "norm"), (2, "none"), (2, "norm"), (2, "gate")))
+    gated, follows = prologue == "gate", prologue == "norm"
+    images, height, width = map_shape(draw, max(channels, out_channels), stride == 2)
     valid, kind = draw.rows(images)
     counted = images if valid is None else valid
     training = draw.flag("training", 0.8) and counted * (height // stride) * (width // stride) != 1
@@ -353,7 +354,7 @@ def batch_norm_act_case(draw: Draw) -> None:
 
 
 def norm_pool_case(draw: Draw) -> None:
-    dtype, channels = draw.one_of("dtype", (F32, BF16, F16)), draw.one_of("channels", (*CHANNELS, 1, 3, 67))
+    dtype, channels = draw.one_of("dtype", (F32, BF16, F16)), draw.one_of("channels", CHANNELS)
     images, height, width = map_shape(draw, channels, False)
     valid, kind = draw.rows(images)
     layout = draw.one_of("layout", ("channels_last", "channels_last", "contiguous", "slice"))
@@ -715,14 +716,11 @@ def padded_case(draw: Draw) -> None:
         }
         norm = Norm(leaves["weight"], leaves["bias"], None, None)
         y, state = align_conv.align_conv(
-            leaves["x"],
-            leaves["depthwise"],
-            leaves["pointwise"],
-            norm,
-            prologue=leaves["state"],
-            gate=leaves["gate"],
-            valid_rows=valid,
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, prologue=leaves["state"], valid_rows=valid
         )
+        gated = align_conv.align_conv(
+            leaves["x"], leaves["depthwise"], leaves["pointwise"], norm, stride=2, gate=leaves["gate"], valid_rows=valid
+        ).y
         z = batch_norm_act.batch_norm_act(y, norm, relu=False, valid_rows=valid)
         pooled = norm_pool.norm_pool(leaves["x"], leaves["state"], valid)
         labels = torch.zeros(images + behind, dtype=torch.int64, device=DEVICE)
@@ -737,8 +735,15 @@ def padded_case(draw: Draw) -> None:
             valid_rows=valid,
             distillation="sd",
         )
-        results = {"y": y, "state": state, "z": z, "pooled": pooled, "terms": terms}
-        upstream = [padded(to_y, behind), to_state, padded(to_y, behind), padded(to_pool, behind), torch.ones(2, 3)]
+        results = {"y": y, "state": state, "gated": gated, "z": z, "pooled": pooled, "terms": terms}
+        upstream = [
+            padded(to_y, behind),
+            to_state,
+            padded(to_y[:, :, ::2, ::2], behind),
+            padded(to_y, behind),
+            padded(to_pool, behind),
+            torch.ones(2, 3),
+        ]
         return {**results, **gradients(list(results.values()), [g.to(DEVICE) for g in upstream], leaves)}
 
     bare = run(0)

@@ -72,9 +72,8 @@ def last_pool(x, norm, valid, weights):
 
 def convolutions(x, norm, valid, weights):
     depthwise, pointwise, gate = weights
-    first = align_conv(x, depthwise, pointwise, norm, gate=gate.to(x.dtype), valid_rows=valid)
-    options = {"stride": 2, "prologue": first.state, "valid_rows": valid}
-    return align_conv(first.y, depthwise, pointwise, another(norm), **options)
+    first = align_conv(x, depthwise, pointwise, norm, stride=2, gate=gate.to(x.dtype), valid_rows=valid)
+    return align_conv(first.y, depthwise, pointwise, another(norm), prologue=first.state, valid_rows=valid)
 
 
 @pytest.mark.parametrize("valid", ["all", "int", "tensor"])
@@ -100,7 +99,7 @@ def arguments(name, valid, training):
     valid = (valid, None) if isinstance(valid, torch.Tensor) else (None, valid)
     taps, matrix, rest = make(CHANNELS, 1, 3, 3, seed=6), make(CHANNELS, CHANNELS, seed=7), make(CHANNELS, seed=9)
     wide = x.to(torch.bfloat16)
-    entering = (wide, taps, 2, state, half.to(torch.bfloat16), *valid)
+    normed, gated = ((wide, taps, 2, *given, *valid) for given in ((state, None), (None, half.to(torch.bfloat16))))
     mask = torch.ones(x.numel() // 8, dtype=torch.uint8, device=DEVICE)
     kept = make(2, IMAGES, CHANNELS, seed=10)
     return {
@@ -147,15 +146,22 @@ def arguments(name, valid, training):
         "norm_state_backward": [
             (state, x, norm.weight, training, state, rest, *valid, wants) for wants in (True, False)
         ],
-        "align_conv": [(matrix.to(torch.bfloat16), *norm, keeps_map, *entering) for keeps_map in (True, False)],
-        "align_conv_depthwise": [entering],
+        "align_conv": [
+            (matrix.to(torch.bfloat16), *norm, True, *normed),
+            (matrix.to(torch.bfloat16), *norm, False, *gated),
+        ],
+        "align_conv_depthwise": [normed, gated],
         "align_conv_grad_y": [
             (wide, state, wide, state, None, norm.weight, True, training, matrix.to(torch.bfloat16), None, *valid),
             (wide, state, wide, state, None, norm.weight, True, training, matrix.to(torch.bfloat16), wide, *valid),
             (None, state, x, state, rest, None, False, training, None, None, *valid),
             (x, None, x, state, rest, norm.weight, True, training, None, None, *valid),
         ],
-        "align_conv_backward": [(half.to(torch.bfloat16), [want] * 4, *entering) for want in (True, False)],
+        "align_conv_backward": [
+            (half.to(torch.bfloat16), [True, True, True, False], *normed),
+            (half.to(torch.bfloat16), [True, True, False, True], *gated),
+            (half.to(torch.bfloat16), [False] * 4, *gated),
+        ],
     }[name]
 
 

@@ -358,8 +358,11 @@ class KernelsInPyTorch:
         self.calls = []
         self.fused = self.fused_weights = False
 
-    def align_conv_serves(self, dtype, channels, out_channels):
+    def align_conv_serves(self, dtype, channels, out_channels, stride):
         return True, self.fused, self.fused, self.fused_weights
+
+    def align_conv_serves_form(self, stride, prologue, gate):
+        return True
 
     @staticmethod
     def enter(x, prologue, gate, valid):
@@ -573,7 +576,7 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
         lambda: native.align_conv_grad_y(None, state, x, state, state[0], norm[0], False, True, matrix, x, rows, None),
         lambda: native.align_conv_backward(x, (True, False, True, False), x, depthwise, 1, state, None, None, 3),
     ):
-        with pytest.raises(RuntimeError, match="is on cpu; wanted the card where x is"):
+        with pytest.raises(RuntimeError, match="is on cpu; wanted the GPU where x is"):
             call()
 
 
@@ -581,6 +584,7 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
 def test_which_kernels():
     half, served = torch.bfloat16, op.align_conv_serves
     assert all(served(half, c, o).fused_forward for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8)))
+    assert served(half, 128, 128, 2).fused_forward and not served(half, 128, 136, 2).fused_forward
     assert served(half, 64, 128).fused_backward
     assert not served(half, 128, 256).fused_backward
     assert served(half, 64, 128).fused_weights and not served(half, 128, 128).fused_weights
@@ -589,6 +593,9 @@ def test_which_kernels():
         assert served(*case).any and not served(*case).fused_forward
     for case in ((torch.float64, 64, 64), (half, 12, 64), (half, 64, 12), (half, 64, 2056), (half, 0, 64)):
         assert served(*case) == (False,) * 4
+    forms = {(stride, prologue, gate) for stride in (1, 2) for prologue in (False, True) for gate in (False, True)}
+    served_forms = {(1, True, False), (2, False, False), (2, True, False), (2, False, True)}
+    assert {form for form in forms if _loader.native.align_conv_serves_form(*form)} == served_forms
 
 
 def test_no_kernels_without_a_library(monkeypatch):

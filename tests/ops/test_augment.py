@@ -241,7 +241,7 @@ def test_rows_beyond_two_gibibytes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     step = make_step(6, (8, 8), "scr")
-    arguments = (*step.values(), False, dtype, 4)
+    arguments = (*step.values(), False, dtype)
     assert set(torch.library.opcheck(torch.ops.mose_fast.augment.default, arguments).values()) == {"SUCCESS"}
 
 

@@ -466,7 +466,7 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
         lambda: native.norm_state(x, *norm, rows, None),
         lambda: native.norm_state_backward(state, x, norm[0], True, state, state[0], None, 2, True),
     ):
-        with pytest.raises(RuntimeError, match="x is on cpu; wanted the card where x is"):
+        with pytest.raises(RuntimeError, match="x is on cpu; wanted the GPU where x is"):
             call()
 
 
