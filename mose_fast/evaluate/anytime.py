@@ -14,7 +14,7 @@ from mose_fast.methods import Learner
 from mose_fast.nn import ClassMeans, classify
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
-from mose_fast.streams.stream import draw_order
+from mose_fast.streams.draws import draw_order
 
 __all__ = ["AnytimeSample"]
 

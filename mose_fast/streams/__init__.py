@@ -7,8 +7,9 @@ from mose_fast.streams.catalogue import names, summary
 
 if TYPE_CHECKING:
     from mose_fast.streams.arrays import from_arrays, from_batches
+    from mose_fast.streams.draws import StreamError
     from mose_fast.streams.registry import create, locate
-    from mose_fast.streams.stream import NORMALISATIONS, Normalisation, Stream, StreamError
+    from mose_fast.streams.stream import NORMALISATIONS, Normalisation, Stream
 
 __all__ = [
     "NORMALISATIONS",
@@ -26,7 +27,8 @@ __all__ = [
 # These need torch; listing the streams does not.
 __getattr__ = lazy_names(
     __name__,
-    dict.fromkeys(("NORMALISATIONS", "Normalisation", "Stream", "StreamError"), "mose_fast.streams.stream")
+    {"StreamError": "mose_fast.streams.draws"}
+    | dict.fromkeys(("NORMALISATIONS", "Normalisation", "Stream"), "mose_fast.streams.stream")
     | dict.fromkeys(("create", "locate"), "mose_fast.streams.registry")
     | dict.fromkeys(("from_arrays", "from_batches"), "mose_fast.streams.arrays"),
 )

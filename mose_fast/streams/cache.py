@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from mose_fast.streams.draws import StreamError
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
-from mose_fast.streams.stream import StreamError
 
 __all__ = ["Decoded", "decode_resumably", "decoded_once"]
 

@@ -23,7 +23,7 @@ def names() -> list[str]:
 def summary(name: str) -> str:
     """One line about a registered stream. Raises StreamError if there is no such stream."""
     if name not in _SUMMARIES:
-        from mose_fast.streams.stream import StreamError
+        from mose_fast.streams.draws import StreamError
 
         raise StreamError(f"stream {name!r} is unknown{near_matches(name, names())}")
     return _SUMMARIES[name]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mose_fast.streams.draws import StreamError
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
-from mose_fast.streams.stream import StreamError
 
 __all__ = [
     "CIFAR10_NAMES",

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from mose_fast import _dali
-from mose_fast.streams.stream import StreamError
+from mose_fast.streams.draws import StreamError
 
 __all__ = ["Decoding", "Watch", "centre_square", "decode_image", "decode_images"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from mose_fast.output import readable
 from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.draws import StreamError
 from mose_fast.streams.npz import SPLITS
-from mose_fast.streams.stream import StreamError
 
 __all__ = ["SUFFIXES", "read_file", "read_folder"]
 

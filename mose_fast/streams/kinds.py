@@ -17,7 +17,7 @@ import numpy as np
 
 from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import StreamConfig
-from mose_fast.streams.stream import StreamError, draw_order, draw_words
+from mose_fast.streams.draws import StreamError, draw_order, draw_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable

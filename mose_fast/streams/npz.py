@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mose_fast.streams.stream import StreamError
+from mose_fast.streams.draws import StreamError
 
 __all__ = ["ARRAYS", "SPLITS", "arrays_of", "read_npz"]
 

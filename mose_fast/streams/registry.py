@@ -15,10 +15,11 @@ from mose_fast.streams import datasets, tiny_imagenet
 from mose_fast.streams.arrays import from_arrays
 from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
+from mose_fast.streams.draws import StreamError
 from mose_fast.streams.folder import read_folder
 from mose_fast.streams.kinds import Kind
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
-from mose_fast.streams.stream import Stream, StreamError
+from mose_fast.streams.stream import Stream
 
 __all__ = ["check_fingerprint", "create", "locate"]
 

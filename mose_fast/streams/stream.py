@@ -7,32 +7,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mose_fast.errors import MoseFastError
-from mose_fast.settings.knob import plain, shown
+from mose_fast.streams.draws import StreamError, draw_order
+from mose_fast.streams.kinds import Kind
 
-if TYPE_CHECKING:
-    from mose_fast.streams.kinds import Kind
-
-__all__ = [
-    "NORMALISATIONS",
-    "HeldOut",
-    "Normalisation",
-    "Stream",
-    "StreamError",
-    "draw_order",
-    "draw_words",
-    "fingerprint",
-]
-
-
-class StreamError(MoseFastError, ValueError):
-    """Unusable data; the message names the file or argument, what it was and what was wanted."""
+__all__ = ["NORMALISATIONS", "HeldOut", "Normalisation", "Stream", "fingerprint"]
 
 
 @dataclass(frozen=True)
@@ -65,25 +49,6 @@ CLASS_ORDER = 2**63
 
 # Held-out images of a class: this and the position of its label among the sorted ones.
 HELD_OUT = 2**63 + 2**62
-
-
-def draw_words(n: int, seed: int, purpose: int) -> np.ndarray:
-    """Draws random words, uint64 [n], that depend on the three arguments alone.
-
-    They are the raw words of the counter-based generator Philox4x64-10 with key (seed, purpose).
-    numpy keeps the raw words of its bit generators across versions, which it does not promise for
-    ``Generator.permutation``. Raises StreamError if the seed is no integer, or does not fit into
-    64 bits.
-    """
-    given, seed = seed, plain(seed)
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
-        raise StreamError(f"seed is {shown(given)}; wanted an integer from 0 to 2**64 - 1")
-    return np.random.Philox(key=np.array([seed, purpose], np.uint64)).random_raw(n)
-
-
-def draw_order(n: int, seed: int, purpose: int) -> np.ndarray:
-    """Draws a permutation of ``n``, int64 [n], by sorting :func:`draw_words`."""
-    return np.argsort(draw_words(n, seed, purpose), kind="stable")
 
 
 def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:

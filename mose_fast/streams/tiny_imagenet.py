@@ -15,9 +15,9 @@ import numpy as np
 
 from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
 from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.draws import StreamError
 from mose_fast.streams.folder import read_file
 from mose_fast.streams.npz import SPLITS
-from mose_fast.streams.stream import StreamError
 
 __all__ = ["FOLDER", "ZIP", "find", "read"]
 

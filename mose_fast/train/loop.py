@@ -29,7 +29,7 @@ from mose_fast.runs.results import AccuracyTable, build_results
 from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream
-from mose_fast.streams.stream import draw_order
+from mose_fast.streams.draws import draw_order
 from mose_fast.train.losses import Taken
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 

@@ -9,7 +9,7 @@ import torch
 
 from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import StreamError, create, from_arrays
-from mose_fast.streams.stream import draw_order, draw_words
+from mose_fast.streams.draws import draw_order, draw_words
 
 WITHOUT_BORDERS = ("blurry", "si_blurry", "task_free")
 KINDS = ("imbalanced", *WITHOUT_BORDERS)

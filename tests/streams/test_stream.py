@@ -7,7 +7,7 @@ import torch
 from mose_fast.methods import create_learner
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import NORMALISATIONS, Normalisation, StreamError, from_arrays, from_batches
-from mose_fast.streams.stream import draw_order
+from mose_fast.streams.draws import draw_order
 
 MASK = 2**64 - 1
 
