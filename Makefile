@@ -1,7 +1,9 @@
 # Two commands for a fresh machine with Python >= 3.10:
 #   make train                          virtual environment, dependencies, native build, then MOSE on `digits`
 #   make train STREAM=split-cifar100 ARGS="--data-dir DIR --memory 1000"
-#   make test                           the same environment, then the tests
+#   make test                           the same environment, then the tests: five minutes on two cores
+#   make test-all                       the slow tests too: half an hour on two cores
+#   make release                        checks, source distribution and tag of a version (docs/releasing.md)
 #   make paper-trial                    every row of every table and figure of the paper with a small network (for the night)
 #   make mutants                        small changes to methods and losses, by mutmut: prints those that no test of them notices
 #   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, in two ways of lanes, and with faults
@@ -27,7 +29,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
-.PHONY: train test paper-trial mutants nightly lint clean
+.PHONY: train test test-all release paper-trial mutants nightly lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/package.stamp
@@ -36,8 +38,13 @@ train: $(VENV)/package.stamp
 # One worker for each core, with one thread each: two workers with two threads each are ten times slower on two cores.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
+
 test: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10 $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(VENV)/test.stamp
+	$(PYTEST) $(PYTEST_ARGS)
 
 # All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes its label.
 #   make paper-trial PAPER_STREAM="--data-dir DIR"   on the paper's data sets; tests on all their images take most of the time
@@ -56,6 +63,19 @@ PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
 nightly: mutants
 	$(VENV)/bin/python $(PTX_ON_CPU) .
 	$(VENV)/bin/python $(PTX_ON_CPU) . --faults
+
+# Builds in dist/ and build/release, and tags. Nothing leaves this machine.
+release: $(VENV)/test.stamp
+	@test -z "$$(git status --porcelain)" || { echo "there are changes that are not committed" >&2; exit 1; }
+	rm -rf dist build/release
+	$(VENV)/bin/python setup.py -q sdist
+	@version=$$(ls dist | sed 's/mose_fast-\(.*\)\.tar\.gz/\1/'); \
+	grep -q "^## $$version (20[0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $$version (DATE)'" >&2; exit 1; }; \
+	! git rev-parse -q --verify "v$$version" >/dev/null || { echo "there is a tag v$$version already" >&2; exit 1; }
+	$(PIP) --no-build-isolation --no-deps --target build/release dist/*.tar.gz
+	cd build/release && MOSE_FAST_SELF_CHECK=0 ../../$(VENV)/bin/python -W error::RuntimeWarning -m mose_fast run --width 1 \
+	  --memory 64 --limit-per-task 10 --device cpu --out run
+	version=$$(ls dist | sed 's/mose_fast-\(.*\)\.tar\.gz/\1/') && git tag -a "v$$version" -m "mose-fast $$version" && ls dist
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
