@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.collect import missing, parse_ids
+from bench.collect import collect, missing, parse_ids
 
 
 @pytest.fixture
@@ -49,3 +49,13 @@ def test_an_op_imported_by_its_room(root):
 def test_parse_ids():
     text = "tests/gpu/test_a.py::test_x[1-a b]\n\n2 tests collected in 0.1s\nERROR tests/gpu/test_b.py - E\n"
     assert parse_ids(text) == ["tests/gpu/test_a.py::test_x[1-a b]"]
+
+
+def test_collect_lists_and_tells_what_cannot_be_imported(tmp_path):
+    (tmp_path / "test_good.py").write_text("def test_it(): assert 1\n")
+    ids, error = collect([str(tmp_path)])
+    assert [test.split("::")[1] for test in ids] == ["test_it"]
+    assert error == ""
+    (tmp_path / "test_lost.py").write_text("import no_such_module\n")
+    _, error = collect([str(tmp_path)])
+    assert "no_such_module" in error
