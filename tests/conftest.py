@@ -67,6 +67,19 @@ def as_toml():
     return text
 
 
+@pytest.fixture(scope="session")
+def two_tasks_of_six(tmp_path_factory):
+    """Flags of a run of twelve batches of 8x8 images in two tasks."""
+    import numpy as np
+
+    labels = np.arange(96) % 4
+    images = np.random.default_rng(0).integers(0, 256, (96, 8, 8, 3), dtype=np.uint8)
+    data = tmp_path_factory.mktemp("data") / "data.npz"
+    np.savez(data, x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
+    sizes = ["--tasks", "2", "--batch", "8", "--width", "1", "--memory", "64", "--device", "cpu"]
+    return ["--stream", str(data), *sizes]
+
+
 @pytest.fixture
 def signals_act():
     """SIGHUP and SIGINT act here and in the programs that are started, also if the tests run under

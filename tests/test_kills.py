@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -112,14 +111,8 @@ def call(folder, arguments, at=None, number=None):
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    """Flags of a run of twelve batches of 8x8 images in two tasks."""
-    labels = np.arange(96) % 4
-    images = np.random.default_rng(0).integers(0, 256, (96, 8, 8, 3), dtype=np.uint8)
-    data = tmp_path_factory.mktemp("data") / "data.npz"
-    np.savez(data, x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
-    flags = "--tasks 2 --batch 8 --width 1 --memory 64 --device cpu --checkpoint-every 2"
-    return ["--stream", str(data), *flags.split()]
+def settings(two_tasks_of_six):
+    return [*two_tasks_of_six, "--checkpoint-every", "2"]
 
 
 def result(folder):

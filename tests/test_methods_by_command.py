@@ -5,7 +5,6 @@ over some of them, and its report.
 import json
 import signal
 
-import numpy as np
 import pytest
 import torch
 
@@ -26,17 +25,8 @@ BATCHES = 6
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    """Flags of a run of twelve batches of 8x8 images in two tasks."""
-    labels = np.arange(96) % 4
-    images = np.random.default_rng(0).integers(0, 256, (96, 8, 8, 3), dtype=np.uint8)
-    data = tmp_path_factory.mktemp("data") / "data.npz"
-    np.savez(data, x_train=images, y_train=labels, x_test=images[:16], y_test=labels[:16])
-    return [
-        "--stream",
-        str(data),
-        *["--tasks", "2", "--batch", "8", "--width", "1", "--memory", "64", "--device", "cpu"],
-    ]
+def settings(two_tasks_of_six):
+    return two_tasks_of_six
 
 
 def test_a_sweep_and_its_report(settings, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the command for a card must find for every op with a CUDA kernel."""
+"""What the command for a GPU must find for every op with a CUDA kernel."""
 
 from __future__ import annotations
 

@@ -14,11 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 from mose_fast.methods import METHODS
-from mose_fast.methods.ccil import Ccil
-from mose_fast.methods.gsa import Gsa
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream, from_arrays
 from mose_fast.train import run
@@ -30,30 +27,21 @@ OPTIONS = {"gdumb": {"passes": 16, "passes_before": 8}, "ocm": {"rotations": 1},
 REPLAYS_NOTHING = ("finetune", "agem")
 
 
-class Setting(NamedTuple):
-    """``images`` of each class, and ``iterations``: steps on each batch."""
-
-    tasks: int
-    images: int
-    iterations: int
-
-
-#: OCM and OnPro need three steps on each batch: with one they have 6 % on the newest task.
-USUAL = Setting(tasks=3, images=250, iterations=3)
-#: What is learned in a few steps: GSA's fault costs little once much is learned.
-SHORT = Setting(tasks=5, images=125, iterations=1)
+TASKS, IMAGES = 3, 250  # of each class
+#: Steps on each batch: with one, OCM and OnPro have 6 % on the newest task.
+ITERATIONS = 3
 
 
 @cache
-def patterns(tasks: int, images: int) -> Stream:
-    random, classes = np.random.default_rng(0), 2 * tasks
+def patterns() -> Stream:
+    random, classes = np.random.default_rng(0), 2 * TASKS
     pattern = random.uniform(40, 215, (classes, 4, 4, 3)).repeat(2, 1).repeat(2, 2)
     parts = []
-    for count in (images, 50):
+    for count in (IMAGES, 50):
         y = np.arange(classes).repeat(count)
         x = pattern[y] + random.normal(0, 60, (len(y), 8, 8, 3))
         parts += [x.clip(0, 255).astype(np.uint8), y]
-    return from_arrays(*parts, tasks=tasks, mirror_safe=False)
+    return from_arrays(*parts, tasks=TASKS, mirror_safe=False)
 
 
 class Learned(NamedTuple):
@@ -65,34 +53,24 @@ class Learned(NamedTuple):
     old: float
 
 
-def learn(method: str, setting: Setting, **options) -> Learned:
-    options = {"augment": "none", "iterations": setting.iterations, **OPTIONS.get(method, {}), **options}
-    if method == "gdumb":
-        del options["iterations"]
-    config = RunConfig.create(method=method, options=options, width=4, memory=100, device="cpu")
-    results = run(config, stream=patterns(setting.tasks, setting.images))
-    table = results["accuracy"][results["resolved"]["classifier"]][results["resolved"]["expert"]]
-    return Learned(0.0 if method == "joint" else fmean(table[t][t] for t in range(1, setting.tasks)), table[-1][0])
-
-
 @cache
-def floors(setting: Setting) -> Learned:
+def learn(method: str) -> Learned:
+    options = {
+        "augment": "none",
+        **({} if method == "gdumb" else {"iterations": ITERATIONS}),
+        **OPTIONS.get(method, {}),
+    }
+    config = RunConfig.create(method=method, options=options, width=4, memory=100, device="cpu")
+    results = run(config, stream=patterns())
+    table = results["accuracy"][results["resolved"]["classifier"]][results["resolved"]["expert"]]
+    return Learned(0.0 if method == "joint" else fmean(table[t][t] for t in range(1, TASKS)), table[-1][0])
+
+
+def floors() -> Learned:
     """A third of the way from chance to fine-tuning, and from chance to joint training."""
-    chance = Learned(fmean(1 / (2 * task + 2) for task in range(1, setting.tasks)), 1 / (2 * setting.tasks))
-    best_new, best_old = learn("finetune", setting).new, learn("joint", setting).old
+    chance = Learned(fmean(1 / (2 * task + 2) for task in range(1, TASKS)), 1 / (2 * TASKS))
+    best_new, best_old = learn("finetune").new, learn("joint").old
     return Learned(chance.new + (best_new - chance.new) / 3, chance.old + (best_old - chance.old) / 3)
-
-
-def shortfall(method: str, setting: Setting = USUAL, **options) -> list[str]:
-    """What a method misses."""
-    found, wanted = learn(method, setting, **options), floors(setting)
-    print(method, found, wanted)
-    missed = []
-    if method != "joint" and found.new < wanted.new:
-        missed.append("new")
-    if method not in REPLAYS_NOTHING and found.old < wanted.old:
-        missed.append("old")
-    return missed
 
 
 @pytest.fixture(autouse=True)
@@ -103,48 +81,12 @@ def with_one_thread(one_thread):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_it_learns_the_new_and_keeps_some_of_the_old(method):
-    assert shortfall(method) == []
+    found, wanted = learn(method), floors()
+    assert method == "joint" or found.new >= wanted.new
+    assert method in REPLAYS_NOTHING or found.old >= wanted.old
 
 
 @pytest.mark.slow
 def test_the_floors_tell_learning_from_chance_and_from_forgetting():
-    forgetful, wanted = learn("finetune", USUAL), floors(USUAL)
+    forgetful, wanted = learn("finetune"), floors()
     assert forgetful.new > 0.9 and wanted.new > 0.4 and wanted.old > 0.4 > forgetful.old
-
-
-# Seeded faults
-
-
-@pytest.mark.slow
-def test_replay_of_old_classes_alone_is_seen():
-    assert shortfall("ccil", replay_from="others") == ["new"]
-
-
-@pytest.mark.slow
-def test_rows_that_weight_decay_took_to_zero_and_that_stay_there_are_seen(monkeypatch):
-    """At width 64 a decayed row hardly moves for the rest of a task; at width 4 it would in some
-    steps.
-    """
-    step = Ccil.train_on
-
-    def held(self, rows):
-        terms = step(self, rows)
-        with torch.no_grad():
-            self.network.classifier1.weight[2:] = 0
-        return terms
-
-    monkeypatch.setattr(Ccil, "train_on", held)
-    assert "new" in shortfall("ccil")
-
-
-@pytest.mark.slow
-def test_sums_of_gsa_over_all_classes_are_seen(monkeypatch):
-    assert shortfall("gsa", SHORT) == []
-    extras = Gsa.extras
-
-    def over_all(self, labels, sizes):
-        found = extras(self, labels, sizes)
-        return {**found, "known": torch.ones_like(found["known"])}
-
-    monkeypatch.setattr(Gsa, "extras", over_all)
-    assert "new" in shortfall("gsa", SHORT)

@@ -1,5 +1,5 @@
 """What is captured, when, and what a replay reads: with graphs that run on the CPU in place of a
-card's (tests/gpu has the real ones).
+GPU's (tests/gpu has the real ones).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from mose_fast.methods import Mose, Prepared, create_learner
 from mose_fast.train import captured as captured_module
 from mose_fast.train.captured import CapturedSteps, copied_into, layout_of
-from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
 
 
@@ -101,7 +100,7 @@ class CapturedStepsLearner(Mose):
         return Mose.train_on(self, inputs)
 
     def inputs(self, plan, stored=None):
-        """As on a card."""
+        """As on a GPU."""
         return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
 
 
@@ -155,22 +154,6 @@ def taken(one: Mose, steps: CapturedSteps) -> list:
     return losses
 
 
-@pytest.mark.parametrize("kernels", ["fused", "torch"])
-def test_replayed_steps_are_eager_steps(graphs, kernels):
-    captured, eager = learner(kernels), learner(kernels)
-    steps, plain = CapturedSteps(captured), CapturedSteps(eager, capture=False)
-    assert taken(captured, steps) == taken(eager, plain)
-    assert captured.weights_hash() == eager.weights_hash() and captured.steps == eager.steps == 17
-    assert plain.graphs == 0 and steps.obstacle == "" and steps.seconds > 0
-    assert steps.graphs == len(graphs) and [graph.pool for graph in graphs] == ["the pool"] * len(graphs)
-    assert steps.replays == sum(graph.replays for graph in graphs) and steps.retries == plain.replays == 0
-    if kernels == "fused":
-        # One for the first task, one for the second; the first step of each is eager.
-        assert len(graphs) == 2 and [graph.replays for graph in graphs] == [7, 8]
-    else:
-        assert len(graphs) >= 2 and steps.replays == 17 - len(steps._met)
-
-
 def failing(monkeypatch, allocator, *, broken: bool, failures: int = 2) -> None:
     """The first captures fail inside.
 
@@ -197,21 +180,6 @@ def failing(monkeypatch, allocator, *, broken: bool, failures: int = 2) -> None:
 
     monkeypatch.setattr(HostGraph, "capture_begin", begins)
     monkeypatch.setattr(HostGraph, "capture_end", ends)
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_capture_that_fails_once_is_tried_again(graphs, allocator, monkeypatch, broken):
-    failing(monkeypatch, allocator, broken=broken, failures=1)
-    captured, eager = learner("fused"), learner("fused")
-    steps = CapturedSteps(captured)
-    assert taken(captured, steps) == taken(eager, CapturedSteps(eager, capture=False))
-    assert captured.weights_hash() == eager.weights_hash()
-    assert (steps.retries, steps.graphs, len(graphs)) == (1, 2, 3) and steps.obstacle == ""
-    # As without the failure: all but the first step of each layout.
-    assert steps.replays == captured.steps - 2 == sum(graph.replays for graph in graphs)
-    # Memory that is cached for eager steps was given back, outside of a capture.
-    assert ("empty", []) in allocator[0]
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -294,25 +262,3 @@ def test_layouts_and_copies():
     copied_into(static, inputs[-1])
     assert torch.equal(static.targets.labels, wanted)
     assert int(static.targets.valid_views) == int(inputs[-1].targets.valid_views)
-
-
-def test_steps_that_diverge_in_a_graph_change_nothing_more(graphs, monkeypatch):
-    one = learner("fused")
-    # As with a library that has CUDA code: the graph makes the views.
-    monkeypatch.setattr(type(one.views), "capturable", True)
-    steps, reader = CapturedSteps(one), LossReader(one)
-    batches = list(stream())
-    for b in batches[:6]:
-        prepared_for(one, b).take(steps)
-    assert steps.graphs == 1
-    weights = one.weights_hash()
-    broken = prepared_for(one, batches[6])
-    broken.steps[0].inputs.views.factors.fill_(float("nan"))
-    apply = one.views.apply
-    one.views.apply = lambda images, inputs: (
-        apply(images, inputs) * (float("nan") if inputs.factors.isnan().any() else 1)
-    )
-    for prepared in (broken, prepared_for(one, batches[7])):
-        reader.add(Taken(prepared, {}), prepared.take(steps))
-    told = [losses["loss"] for _, losses in reader.drain()]
-    assert all(loss != loss for loss in told) and one.weights_hash() == weights

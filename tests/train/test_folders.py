@@ -15,6 +15,7 @@ from mose_fast.runs.files import LOCK
 from mose_fast.runs.lock import FolderLock, FolderLocked
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
+from tests.train.stop_at import StopAt
 
 CONFIG = RunConfig.create(stream={"name": "digits", "limit_per_task": 2}, width=1, memory=64, device="cpu")
 
@@ -122,13 +123,8 @@ def test_overwrite_leaves_what_lies_between_the_files_of_a_run(copy):
 
 
 def test_a_file_beside_the_checkpoints_is_neither_resumed_nor_deleted(tmp_path):
-    class Stop(Listener):
-        def on_batch(self, batch, losses):
-            if batch == 3:
-                raise Interrupted
-
     with pytest.raises(Interrupted):
-        run(CONFIG, out=tmp_path, listeners=[Stop()])
+        run(CONFIG, out=tmp_path, listeners=[StopAt(3)])
     write(tmp_path, {f"checkpoints/step-{name}.safetensors": "mine" for name in ("best", "00000000", "a-copy")})
     resume(tmp_path)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir() if path.read_bytes() == b"mine"} == {

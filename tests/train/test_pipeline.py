@@ -12,19 +12,13 @@ from mose_fast.methods import create_learner
 from mose_fast.runs.clock import Stopwatch
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
-from mose_fast.train import Interrupted, Listener, run
+from mose_fast.train import Interrupted, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.pipeline import Batch, Pipeline, incoming
+from tests.train.small import TWO_TASKS
+from tests.train.stop_at import StopAt
 
-SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 60},
-    "options": {"experts": 2, "buffer_batch": 12, "new_extra": 4},
-    "width": 1,
-    "memory": 30,
-    "device": "cpu",
-    "feed": "fused",
-    "kernels": "torch",
-}
+SETTINGS = {**TWO_TASKS, "feed": "fused", "kernels": "torch"}
 SMALL = RunConfig.create(
     width=1, memory=80, device="cpu", kernels="torch", feed="fused", options={"buffer_batch": 6, "new_extra": 2}
 )
@@ -70,7 +64,7 @@ def test_a_pipeline_that_is_stopped_is_as_if_nothing_more_had_been_planned():
 
 
 def test_the_numbers_of_all_images_go_to_the_card_in_one_transfer(monkeypatch):
-    """One a batch would wait for the card each time, since it comes from memory that the card
+    """One a batch would wait for the GPU each time, since it comes from memory that the GPU
     cannot read by itself.
     """
     uploaded = []
@@ -98,14 +92,8 @@ def test_what_is_measured_is_what_runs(monkeypatch, who):
     steps, take = [], Pipeline._take
     monkeypatch.setattr(Pipeline, "_take", lambda pipeline, *step: steps.append(step) or take(pipeline, *step))
     if who == "run":
-
-        class Stop(Listener):
-            def on_batch(self, batch, losses):
-                if batch == 4:
-                    raise Interrupted
-
         with pytest.raises(Interrupted):
-            run(RunConfig.create(**SETTINGS), listeners=[Stop()])
+            run(RunConfig.create(**SETTINGS), listeners=[StopAt(4)])
         assert len(steps) == 4
         return
     if who == "bench_run":
@@ -138,7 +126,7 @@ def test_a_measurement_leaves_no_thread_behind(monkeypatch, broken):
 
 
 class Event:
-    """Stands in for a card's events."""
+    """Stands in for a GPU's events."""
 
     def __init__(self, log: list, number: int):
         self.log, self.number = log, number
@@ -154,7 +142,7 @@ class Event:
 
 
 def test_calls_on_a_card_are_timed_without_a_gap(monkeypatch):
-    """A call that finds the card idle is timed with its launch; the host waits once, when all have
+    """A call that finds the GPU idle is timed with its launch; the host waits once, when all have
     been launched.
     """
     log: list = []

@@ -373,10 +373,3 @@ def test_where_the_system_does_not_say_a_clock_starts_with_the_call(monkeypatch)
     monkeypatch.setattr(clock_module, "process_start", lambda: None)
     clock = Clock(whole_process=True)
     assert clock.since == "call" and clock.wall < 0.1
-
-
-def test_a_checkpoint_of_an_older_version_has_times_too():
-    clock = Clock()
-    clock.load({"train": 5.0, "evaluate": 1.0, "checkpoint": 0.5})
-    told = clock.results()
-    assert told["total"] == 6.5 and told["capture"] == 0 and told["wall"] >= 6.5 and told["other"] < 0.1

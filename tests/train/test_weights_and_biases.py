@@ -8,7 +8,8 @@ import pytest
 from mose_fast.runs.weights_and_biases import WeightsAndBiases
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
-from mose_fast.train import Interrupted, Listener, RunError, resume, run
+from mose_fast.train import Interrupted, RunError, resume, run
+from tests.train.stop_at import StopAt
 
 CONFIG = RunConfig.create(stream={"name": "digits", "tasks": 2, "limit_per_task": 30}, width=1, memory=64, device="cpu")
 
@@ -73,13 +74,8 @@ def test_losses_accuracies_and_results_are_logged(tmp_path, wandb, monkeypatch):
 def test_a_resumed_run_continues_the_same_one_also_in_a_moved_folder_and_an_overwritten_one_does_not(tmp_path, wandb):
     module, first, moved = wandb(), tmp_path / "first", tmp_path / "moved"
 
-    class Stop(Listener):
-        def on_batch(self, batch, losses):
-            if batch == 4:
-                raise Interrupted
-
     with pytest.raises(Interrupted):
-        run(CONFIG, out=first, listeners=[WeightsAndBiases("project", first), Stop()])
+        run(CONFIG, out=first, listeners=[WeightsAndBiases("project", first), StopAt(4)])
     first.rename(moved)
     resume(moved, listeners=[WeightsAndBiases("project", moved)])
     run(CONFIG, out=moved, overwrite=True, listeners=[WeightsAndBiases("project", moved)])
