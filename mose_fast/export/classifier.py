@@ -187,7 +187,7 @@ class Classifier:
             return cls(card, load(raw))
         except OSError as error:
             raise ExportError(f"cannot read {path}: {error.strerror}; export the run again") from error
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, SafetensorError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError, SafetensorError) as error:
             if isinstance(error, ExportError):
                 raise
             raise ExportError(

@@ -307,7 +307,7 @@ class Learner(Planner):
                 classifier = "ncm" if o.mean_of_experts == "distance" else "linear"
         expert = str(o.experts) if expert == "last" else str(expert)
         if classifier not in CLASSIFIERS:
-            raise ValueError(f"classifier is {classifier!r}{near_matches(str(classifier), list(CLASSIFIERS))}")
+            raise ValueError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
         mean = MEAN_OF_EXPERTS[classifier]
         expert = mean if expert == "mean" else expert
         known = [*(str(e + 1) for e in range(o.experts)), mean]

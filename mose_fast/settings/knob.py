@@ -75,8 +75,9 @@ def usual_name(name: str) -> str:
     return _OTHER_NAMES.get(name.lower().replace("-", "_"), name)
 
 
-def near_matches(name: str, known: list[str]) -> str:
+def near_matches(name: Any, known: list[str]) -> str:
     """The text ``; did you mean ...?`` with the known names close to ``name``, or all of them."""
+    name = name if isinstance(name, str) else shown(name)
     usual = usual_name(name)
     close = [usual] if usual in known else get_close_matches(name, known, n=3, cutoff=0.5)
     if close:

@@ -346,7 +346,7 @@ class MethodSettings(NamedTuple):
         name = plain(name)
         if not isinstance(name, str) or name not in self.presets:
             raise ConfigError(
-                f"preset is {shown(name)}, which this method does not have{near_matches(str(name), list(self.presets))}"
+                f"preset is {shown(name)}, which this method does not have{near_matches(name, list(self.presets))}"
             )
         return name
 
@@ -374,7 +374,7 @@ def method_settings(name: str) -> MethodSettings:
             return METHOD_SETTINGS[name]
     raise ConfigError(
         f"method is {shown(name)}, which is unknown (one in a file of yours: path/to/file.py:Name)"
-        f"{near_matches(str(name), list(METHOD_SETTINGS))}"
+        f"{near_matches(name, list(METHOD_SETTINGS))}"
     )
 
 
@@ -624,7 +624,7 @@ def _build(kind: type, values: Mapping, owner: str, others: Set[str] = frozenset
     for name in values:
         if name not in known:
             told = name if isinstance(name, str) and name.isprintable() and len(name) <= SHOWN else shown(name)
-            raise ConfigError(f"{owner}{told} is not a setting{near_matches(str(name), sorted(known | others))}")
+            raise ConfigError(f"{owner}{told} is not a setting{near_matches(name, sorted(known | others))}")
     return kind(**values)
 
 

@@ -491,9 +491,7 @@ def _normalisation(value: str | Normalisation) -> Normalisation:
     if isinstance(value, Normalisation):
         return value
     if not isinstance(value, str) or value not in NORMALISATIONS:
-        raise StreamError(
-            f"normalisation is {value!r}, which is unknown{near_matches(str(value), list(NORMALISATIONS))}"
-        )
+        raise StreamError(f"normalisation is {value!r}, which is unknown{near_matches(value, list(NORMALISATIONS))}")
     return NORMALISATIONS[value]
 
 

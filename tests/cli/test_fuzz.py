@@ -407,16 +407,14 @@ def test_arguments_in_python(house, case):
     check("python", 70, make, case, least=40)
 
 
-# What these draws have found, and is not mended.
+# What these draws have found.
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="method_settings writes any name as a text")
 def test_a_number_too_long_to_be_written_is_no_method():
     with pytest.raises(MoseFastError):
         RunConfig.create(method=10**5000)
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="Classifier.load expects no number beyond float64")
 def test_a_deviation_beyond_all_floats_in_an_export(house, tmp_path):
     shutil.copytree(house / "export", tmp_path / "export")
     file = tmp_path / "export" / "card.json"
