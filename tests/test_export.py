@@ -165,6 +165,13 @@ def test_any_method_exports_class_means(finished, tmp_path):
     assert torch.equal(found.head_index, run.learner.predict(run.stream.x_test, classifier="ncm"))
 
 
+def test_predictions_of_a_methods_own_are_refused(finished, tmp_path, monkeypatch):
+    """An export would predict otherwise than the run."""
+    monkeypatch.setattr(Mose, "outputs", lambda self, x: self.model.outputs(x, self.after_step))
+    with pytest.raises(ExportError, match=r"method 'mose' predicts by outputs\(\) or predict\(\) of its own"):
+        export_run(finished[0], tmp_path / "export")
+
+
 def test_a_class_without_a_sample_is_never_predicted(exported):
     classifier = Classifier.load(exported)
     head = classifier.network.head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,10 +34,12 @@ class Finding(NamedTuple):
     Attributes:
         rule: What holds if nothing was found, in words.
         problem: What was found; None: nothing.
+        asked: False where the rule is none for this method, which ``problem`` explains.
     """
 
     rule: str
     problem: str | None
+    asked: bool = True
 
 
 def check_method(name: str, seed: int = 0) -> Iterator[Finding]:
@@ -54,24 +57,33 @@ def check_method(name: str, seed: int = 0) -> Iterator[Finding]:
         ConfigError: There is no such method, or it cannot be built.
     """
     batches = _stream(seed)
-    checks: tuple[tuple[str, Callable[[str, list], str | None]], ...] = (
-        ("it learns, its losses are finite, and it predicts", _learns),
-        ("its results depend on the seed alone, not on PyTorch's random numbers", _repeats),
-        ("saved in the middle of a task, it continues with the same bits", _continues),
-        ("a batch can be undone", _undoes),
-        ("planned ahead, its steps have the same bits", _plans_ahead),
-        ("its steps can be captured as CUDA graphs", _never_waits),
+    checks: tuple[tuple[str, Planning, Callable[[str, list], str | None]], ...] = (
+        ("it learns, its losses are finite, and it predicts", Planning.LOOKS_AT_MODEL, _learns),
+        ("its results depend on the seed alone, not on PyTorch's random numbers", Planning.LOOKS_AT_MODEL, _repeats),
+        ("saved in the middle of a task, it continues with the same bits", Planning.LOOKS_AT_MODEL, _continues),
+        ("a batch can be undone", Planning.LOOKS_AT_MODEL, _undoes),
+        ("planned ahead, its steps have the same bits", Planning.AHEAD, _plans_ahead),
+        ("its steps can be captured as CUDA graphs", Planning.CAPTURED, _never_waits),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _learner(name)  # refuses what is no method at all
-        for rule, check in checks:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        method = _learner(name)  # refuses what is no method at all
+        own = _own_files(method)
+        for rule, planning, check in checks:
+            if method.planning < planning:
+                yield Finding(rule, f"planning is {method.planning.name}: it {method.not_captured}", asked=False)
+                continue
+            warned.clear()
             try:
-                yield Finding(rule, check(name, batches))
+                problem = check(name, batches)
             except MoseFastError as error:
-                yield Finding(rule, str(error))
+                problem = str(error)
             except Exception as error:
-                yield Finding(rule, f"{type(error).__name__}: {error} ({_place(error)})")
+                problem = f"{type(error).__name__}: {error} ({_place(error, own)})"
+            told = next((w for w in warned if w.filename in own), None) if problem is None else None
+            if told is not None:
+                problem = f"{Path(told.filename).name}, line {told.lineno} is warned of: {told.message}"
+            yield Finding(rule, problem)
 
 
 def _stream(seed: int) -> list[tuple[Tensor, Tensor, int]]:
@@ -164,13 +176,13 @@ def _ahead(learner: Learner) -> bool:
 
 def _plans_ahead(name: str, batches: list) -> str | None:
     ahead, beside = _learner(name), _teach(_learner(name), batches)
-    if not _ahead(ahead):
-        return None
     for task in range(_TASKS):
         mine = [batch for batch in batches if batch[2] == task]
         for prepared in [ahead.prepare(*batch) for batch in mine]:
             prepared.take()
-    return _difference(ahead, beside)
+    if difference := _difference(ahead, beside):
+        return f"{difference}; wanted retrieve, plan and store not to read what steps write, or a lower planning"
+    return None
 
 
 class _Watch(TorchFunctionMode):
@@ -195,11 +207,7 @@ class _Watch(TorchFunctionMode):
 
 def _never_waits(name: str, batches: list) -> str | None:
     learner = _learner(name)
-    if learner.planning < Planning.CAPTURED:
-        return None
-    own = [kind.__module__ for kind in type(learner).__mro__]
-    own = [module for module in own if not module.startswith(("mose_fast.learner.", "abc", "builtins"))]
-    watch = _Watch({sys.modules[module].__file__ for module in own})
+    watch = _Watch(_own_files(learner))
     train_on = learner.train_on
 
     def watched(inputs: Any) -> Any:
@@ -216,9 +224,16 @@ def _never_waits(name: str, batches: list) -> str | None:
     )
 
 
-def _place(error: BaseException) -> str:
-    """The innermost line of an error."""
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno}"
+def _own_files(learner: Learner) -> set[str]:
+    """The files of a method's classes that are not those of every learner."""
+    modules = [kind.__module__ for kind in type(learner).__mro__]
+    return {
+        sys.modules[name].__file__ for name in modules if not name.startswith(("mose_fast.learner.", "abc", "builtins"))
+    }
+
+
+def _place(error: BaseException, own: set[str]) -> str:
+    """The innermost line of an error in some files, else in all."""
+    lines = traceback.extract_tb(error.__traceback__)
+    line = [*lines[-1:], *(line for line in lines if line.filename in own)][-1]
+    return f"{Path(line.filename).name}, line {line.lineno}"

@@ -76,6 +76,11 @@ def export_run(
     _check_free(folder, overwrite)
     _, results = read_run(run)
     learner = restore(run, results)
+    if type(learner).outputs is not Learner.outputs or type(learner).predict is not Learner.predict:
+        raise ExportError(
+            f"method {learner.config.method!r} predicts by outputs() or predict() of its own; wanted those of every"
+            " learner, since an export holds one backbone and one head"
+        )
     card, tensors = _describe(run, results, learner, classifier)
     exported = Classifier(card, tensors)
     files = {}

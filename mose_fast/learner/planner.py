@@ -321,9 +321,9 @@ class Planner(MethodHooks):
         """A context in which the method must neither look at the model, nor write what steps
         write.
         """
-        self._planning_ahead = True
+        self._planning_ahead = self.memory.extras.planning = True
         try:
             with self._kept.only_plans():
                 yield
         finally:
-            self._planning_ahead = False
+            self._planning_ahead = self.memory.extras.planning = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from mose_fast.device import upload
 from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
-from mose_fast.settings.knob import plain
+from mose_fast.settings.knob import ConfigError, plain
 
 __all__ = ["MemoryRecord", "ReplayMemory"]
 
@@ -32,6 +32,28 @@ class MemoryRecord(NamedTuple):
     state: tuple[int, int, int]
     filled: int
     overwritten: list[tuple[Tensor, dict[str, Tensor]]]
+
+
+class Extras(dict[str, Tensor]):
+    """What a method keeps beside the samples, by name.
+
+    Attributes:
+        by_steps: The names of those that training steps write.
+        planning: Whether plans are made ahead of steps; ``by_steps`` must not be read then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_steps: set[str] = set()
+        self.planning = False
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.planning and name in self.by_steps:
+            raise ConfigError(
+                f"memory.extras[{name!r}], which steps write, is used in plan, retrieve or store, which run ahead of"
+                " steps; wanted planning = Planning.BATCH_BY_BATCH in the method's class, or it used in the step alone"
+            )
+        return super().__getitem__(name)
 
 
 class ReplayMemory:
@@ -66,8 +88,7 @@ class ReplayMemory:
             torch.full((capacity,), -1, dtype=torch.int64, device=device) for _ in range(3)
         )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
-        self.extras: dict[str, Tensor] = {}
-        self._of_steps: set[str] = set()
+        self.extras = Extras()
         # Policies and the number of drawn rows need these values on the host; on the CPU that is
         # the memory itself.
         self.seed, self.seen, self.filled = seed, 0, 0
@@ -139,14 +160,20 @@ class ReplayMemory:
         rows = torch.zeros(self.capacity + 1, *shape, dtype=dtype, device=self.images.device)
         self.extras[name] = rows[: self.capacity]
         if by_steps:
-            self._of_steps.add(f"extra/{name}")
+            self.extras.by_steps.add(name)
         return self.extras[name]
 
     def write_extra(self, name: str, slots: Tensor, values: Tensor, *, unless: Tensor | None = None) -> None:
         """Writes ``values`` [B, ...] beside the samples that :meth:`insert` put into ``slots``
         (int64 [B], -1: not stored), unless the bool scalar ``unless`` is True. The host never waits
-        for a GPU.
+        for a GPU. Raises ConfigError for slots None: a step has none whose batch is stored later.
         """
+        if slots is None:
+            raise ConfigError(
+                f"write_extra({name!r}, ...) got slots None; wanted the slots of a batch: rows.stored is None in a step"
+                " on the memory alone, and where batches are not planned ahead, since they are stored after their step;"
+                " then write in store()"
+            )
         kept = self.extras[name]
         rows = kept.as_strided((self.capacity + 1, *kept.shape[1:]), kept.stride())
         places, values = torch.where(slots < 0, self.capacity, slots), values.to(kept.dtype)
@@ -206,7 +233,8 @@ class ReplayMemory:
     def _note_old(self, slots: Tensor) -> None:
         """Adds to the record the contents of slots that are about to be overwritten."""
         if self._record is not None:
-            by_plans = {name: tensor for name, tensor in self._by_slot().items() if name not in self._of_steps}
+            of_steps = {f"extra/{name}" for name in self.extras.by_steps}
+            by_plans = {name: tensor for name, tensor in self._by_slot().items() if name not in of_steps}
             self._record.overwritten.append((slots, {name: tensor[slots] for name, tensor in by_plans.items()}))
 
     def _on_host(self) -> tuple[Tensor, Tensor]:

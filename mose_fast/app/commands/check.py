@@ -28,11 +28,14 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _act(arguments: argparse.Namespace) -> int:
     from mose_fast.app.check import check_method
 
-    broken = 0
-    for rule, problem in check_method(arguments.method):
-        broken += problem is not None
-        print(
-            f"{'ok    ' if problem is None else 'broken'}  {rule}{'' if problem is None else f': {problem}'}",
-            flush=True,
-        )
+    broken = []
+    for rule, problem, asked in check_method(arguments.method):
+        if not asked:
+            print(f"--      {rule}: not asked, since {problem}", flush=True)
+            continue
+        if problem is None:
+            print(f"ok      {rule}", flush=True)
+            continue
+        print(f"broken  {rule}: {'the same' if problem in broken else problem}", flush=True)
+        broken.append(problem)
     return 1 if broken else 0
