@@ -182,12 +182,12 @@ __device__ void load_input_tile(const AlignConvInput& in, int valid, const Forwa
   if (channel < tiles.channels) {
     const int image_size = tiles.in_height * tiles.in_width * tiles.channels;
     const T* map = opaque_global(static_cast<const T*>(in.x) + static_cast<int64_t>(at.image) * image_size + channel);
-    if (in.prologue != nullptr) {
+    if (kStride == 1 || in.prologue != nullptr) {  // at stride 1 there always is one
       load_quads<T, kStride, kThreads, Prologue::kNorm>(in, valid, tiles, at, channel, map, staged);
-    } else if (kStride == 2 && in.gate != nullptr) {
-      load_quads<T, kStride, kThreads, Prologue::kGate>(in, valid, tiles, at, channel, map, staged);
+    } else if (in.gate != nullptr) {
+      load_quads<T, 2, kThreads, Prologue::kGate>(in, valid, tiles, at, channel, map, staged);
     } else {
-      load_quads<T, kStride, kThreads, Prologue::kNone>(in, valid, tiles, at, channel, map, staged);
+      load_quads<T, 2, kThreads, Prologue::kNone>(in, valid, tiles, at, channel, map, staged);
     }
   }
   wait_for_copies();

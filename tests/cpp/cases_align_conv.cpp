@@ -614,7 +614,7 @@ COMPILED_CASE(align_conv_of_every_instance) {
   const auto next = [&](std::initializer_list<int64_t> choices) { return choices.begin()[turn % choices.size()]; };
   for (const FloatType type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kFloat32}) {
     for (unsigned form = 0; form < 4; ++form) {  // stride 1 with a prologue; stride 2, with a prologue, with a gate
-      for (const int64_t out_channels : {0, 40, 104, 168}) {
+      for (const int64_t out_channels : {0, 40, 104, 168, 256}) {
         if ((type == FloatType::kFloat32 && out_channels > 0) || (form > 0 && out_channels > 128)) {
           continue;
         }
