@@ -68,7 +68,7 @@ _COLUMNS = (
 #: Steps of a task until its batches have their full size, with a margin.
 _RAMP = 12
 
-#: Steps in the loop before the measured ones. On a card, these are captured and fill ring and
+#: Steps in the loop before the measured ones. On a GPU, these are captured and fill ring and
 #: reader; the CPU needs none.
 _WARM_UP = {"cuda": 20, "cpu": 3}
 
@@ -107,7 +107,7 @@ class Row(NamedTuple):
     """A measurement: milliseconds of a step (median, and the quantiles 0.2 and 0.8) with ``views``
     views.
 
-    ``peak`` is the largest number of bytes allocated on the card, None on the CPU. If there is no
+    ``peak`` is the largest number of bytes allocated on the GPU, None on the CPU. If there is no
     time, ``note`` says why, and ``traceback`` where the program failed.
     """
 
@@ -126,7 +126,7 @@ class Report:
     """The results of :func:`benchmark`.
 
     Attributes:
-        where: Card or processor, versions.
+        where: GPU or processor, versions.
         config: Settings of the network and the steps.
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: The machine's peak rates.
@@ -326,7 +326,7 @@ def benchmark(
     names = [*(variant.name for variant in variants(device)), _EVALUATION]
     if not any(only in name for name in names):
         raise ConfigError(f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(names)}")
-    # Measured before the variants, since one of them may break the card.
+    # Measured before the variants, since one of them may break the GPU.
     where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
     found: list[Row] = []
     failures: dict[str, str] = {}
@@ -355,12 +355,12 @@ def benchmark(
 def back_to_back(
     device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None
 ) -> list[float]:
-    """Seconds of each of many calls back to back, after a warm-up; on a card the host only launches
+    """Seconds of each of many calls back to back, after a warm-up; on a GPU the host only launches
     them.
 
     Args:
-        device: Device that they run on; on a card, in the current stream.
-        call: The call to measure. It should not wait for the card.
+        device: Device that they run on; on a GPU, in the current stream.
+        call: The call to measure. It should not wait for the GPU.
         seconds: Time to spend.
         calls: Number of calls, in place of ``seconds``.
     """
@@ -388,7 +388,7 @@ def _tidy(device: torch.device) -> None:
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        # After an error that the card does not recover from, every call fails, and the rows of the
+        # After an error that the GPU does not recover from, every call fails, and the rows of the
         # next variants say so.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
@@ -530,7 +530,7 @@ def _where(device: torch.device) -> str:
 
 @contextmanager
 def _peak(device: torch.device) -> Iterator[list[Any]]:
-    """Yields a list that at the end contains the peak of bytes allocated on the card, or None."""
+    """Yields a list that at the end contains the peak of bytes allocated on the GPU, or None."""
     found: list[Any] = [None]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

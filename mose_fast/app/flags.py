@@ -135,13 +135,13 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say where the runs of a sweep compute."""
     place = parser.add_argument_group("parallel runs")
     place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU; they share its cores")
-    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [1]")
+    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each GPU [1]")
     place.add_argument(
         "--mps",
         action="store_true",
-        help="runs on one card compute at the same time, by a server of CUDA's MPS that is started for them",
+        help="runs on one GPU compute at the same time, by a server of CUDA's MPS that is started for them",
     )
-    place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
+    place.add_argument("--gpus", metavar="0,1", help="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
     place.add_argument("--address", metavar="HOST:PORT", help="Ray cluster; auto finds it, local starts one [auto]")
 

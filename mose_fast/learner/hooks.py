@@ -32,7 +32,7 @@ class Planning(IntEnum):
     #: batches are planned, and the memory filled, before the first of their steps is taken.
     AHEAD = 2
     #: In addition, ``train_on`` can be captured as a CUDA graph: it reads only its inputs and
-    #: tensors with fixed addresses, and never waits for the card. On a card, losses are read only
+    #: tensors with fixed addresses, and never waits for the GPU. On a GPU, losses are read only
     #: after later steps were launched.
     CAPTURED = 3
 

@@ -85,11 +85,11 @@ class Latch:
             return
         self.closed = torch.zeros((), dtype=torch.bool, device=device)
         if reads_losses_late:
-            # PyTorch's own way to skip a step by a value on the card, made for gradient scaling.
+            # PyTorch's own way to skip a step by a value on the GPU, made for gradient scaling.
             self._skip = optimiser.found_inf = torch.zeros((), device=device)
 
     def __bool__(self) -> bool:
-        """Whether the latch is closed; on a card this waits for the card."""
+        """Whether the latch is closed; on a GPU this waits for the GPU."""
         return bool(self.closed)
 
     def open(self) -> None:

@@ -66,7 +66,7 @@ class Learner(Planner):
         kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
         evaluation_batch: Images in a forward pass of an evaluation.
         precision: The value that the configuration's ``precision`` has here, and why.
-        self_check: The verdict on the kernels of this kind of card, which the process obeys; None
+        self_check: The verdict on the kernels of this kind of GPU, which the process obeys; None
             where no kernels run.
         stepping: The value that the configuration's ``step`` has here, and why.
         feed: What makes the views, and why.
@@ -220,7 +220,7 @@ class Learner(Planner):
     def _choose_step(self, wanted: str) -> Choice:
         obstacle = ""
         if self.device.type != "cuda":
-            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
+            obstacle = f"the device is {self.device}, and CUDA graphs need a GPU"
         elif self.planning < Planning.CAPTURED:
             obstacle = f"method {self.config.method!r} {self.not_captured}"
         if wanted == "captured" and obstacle:

@@ -26,7 +26,7 @@ def padded_size(images: int, batch: int) -> int:
     """The size that images are padded to for a forward pass: ``batch``, or the smallest of its
     repeated halves that is large enough.
 
-    On a card, cuDNN searches plans for all convolutions when a batch size occurs for the first
+    On a GPU, cuDNN searches plans for all convolutions when a batch size occurs for the first
     time. The last part of each evaluation has another size; padding leaves only a few sizes.
     """
     while images <= -(-batch // 2) < batch:

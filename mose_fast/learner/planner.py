@@ -76,7 +76,7 @@ class Planner(MethodHooks):
     def diverged(self) -> bool:
         """Whether a loss was not finite. Since then, nothing is trained or stored.
 
-        On a card this waits for the card.
+        On a GPU this waits for the GPU.
         """
         return bool(self.model.latch)
 
@@ -170,7 +170,7 @@ class Planner(MethodHooks):
 
         A learner that plans ahead chooses the step's rows and fills the memory here. It may prepare
         more batches before it takes this batch's step. ``x`` may already be on the learner's
-        device; if ``y`` is on the host, it is read without waiting for a card.
+        device; if ``y`` is on the host, it is read without waiting for a GPU.
         """
         x, y = self.data.check_batch(x, y)
         with self.data.record() as before:

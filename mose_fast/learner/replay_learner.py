@@ -23,9 +23,11 @@ from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.run import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ConfigError, ReplayOptions, knob, shown
+from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
 
 __all__ = [
+    "REPLAY_LOSSES",
     "TABLE",
     "BaselineOptions",
     "Inputs",
@@ -33,6 +35,7 @@ __all__ = [
     "ReplayLearner",
     "Rows",
     "cross_entropy",
+    "official_preset",
     "sources_preset",
     "table_preset",
 ]
@@ -67,6 +70,17 @@ def sources_preset(source: str, **changes: Any) -> Preset:
     )
 
 
+def official_preset(source: str, *, batch: int = 10, **changes: Any) -> Preset:
+    """The preset ``official`` of a baseline whose repository trains with SGD.
+
+    Args:
+        source: The repository, its commit, and which of its settings these are.
+        batch: Incoming images a step.
+        **changes: Switches that differ from the options' defaults.
+    """
+    return Preset(source, {"optimiser": "sgd", **changes}, batch)
+
+
 @dataclass(frozen=True)
 class BaselineOptions(ReplayOptions):
     """Switches that all baselines have.
@@ -74,17 +88,17 @@ class BaselineOptions(ReplayOptions):
     The defaults are the shared protocol of the MOSE comparison.
     """
 
-    augment: str = knob(
-        "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
+    #: How the cross-entropy is averaged, see :data:`REPLAY_LOSSES`; some methods have a switch.
+    replay_loss: ClassVar[str] = "two_means"
+
+    augment: str = ReplayOptions.again(
+        "augment", "simclr", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
-    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=LEARNING_RATES)
-    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=WEIGHT_DECAYS)
-    classifier: str = knob(
-        "linear",
-        "what predict() classifies by",
-        "the methods' own papers",
-        choices={"linear": "", "ncm": "nearest class mean"},
+    lr: float = ReplayOptions.again("lr", 1e-3, "paper 5.1", doc="learning rate")
+    weight_decay: float = ReplayOptions.again(
+        "weight_decay", 1e-4, "paper 5.1", doc="weight decay, added to the gradient"
     )
+    classifier: str = ReplayOptions.again("classifier", "linear", "the methods' own papers")
     optimiser: str = knob(
         "adam", "optimiser", "paper 5.1: Adam for all; repositories: SGD", choices={"adam": "", "sgd": ""}
     )
@@ -100,7 +114,7 @@ class BaselineOptions(ReplayOptions):
         "all",
         "tasks that replayed rows come from",
         "choice (docs/specification/baselines.md section 2); the repositories differ",
-        choices={"all": "", "others": "every task but the current"},
+        choices=REPLAY_FROM,
     )
 
 
@@ -144,6 +158,13 @@ class Inputs(NamedTuple):
     extras: dict[str, Any]
 
 
+#: How the cross-entropy of incoming and replayed rows may be averaged.
+REPLAY_LOSSES = {
+    "two_means": "a mean over incoming rows plus one over replayed rows",
+    "one_mean": "one mean over all rows",
+}
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
     return F.cross_entropy(logits.float(), labels)
@@ -162,10 +183,10 @@ class ReplayLearner(Learner):
     :meth:`make_views`, :meth:`extras`, :meth:`projection_head`, :meth:`classification_head` and
     :meth:`train_on`. All of them start from the same weights for the same seed.
 
-    Rows are chosen and views made before the step, several batches ahead, and on a card the step is
+    Rows are chosen and views made before the step, several batches ahead, and on a GPU the step is
     a CUDA graph. So :meth:`train_on` and all that it calls read only their arguments, the model,
     the configuration, and tensors that are changed in place; and they never ask a tensor for a
-    value or for the places where it is true, which would wait for the card.
+    value or for the places where it is true, which would wait for the GPU.
     """
 
     planning: ClassVar[Planning] = Planning.CAPTURED
@@ -372,12 +393,24 @@ class ReplayLearner(Learner):
         return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
-        set of rows that is not empty. Which terms there are depends on plain values alone.
+        """The terms whose sum is minimised, float32 scalars by name; by default the cross-entropy.
+        Which terms there are depends on plain values alone.
         """
+        return self.cross_entropies(outputs, rows)
+
+    def cross_entropies(self, outputs: Outputs, rows: Inputs, classes: Tensor | None = None) -> dict[str, Tensor]:
+        """The cross-entropy over some classes, bool [K], or all of them: by the option
+        ``replay_loss`` one mean, or one for every set of rows that is not empty.
+        """
+
+        def term(logits: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(logits, labels) if classes is None else masked_cross_entropy(logits, labels, classes)
+
+        if self.config.options.replay_loss == "one_mean":
+            return {"cross_entropy": term(outputs.logits, rows.labels)}
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
-        return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
+        return {name: term(logits, labels) for name, logits, labels in parts if len(labels)}
 
     # The end of a task
 

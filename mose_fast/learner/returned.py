@@ -25,7 +25,7 @@ def check_returned(learner: object, hook: str, found: Any, fits: bool, wanted: s
 def are_slots(found: Any, low: int, below: int, count: int | None = None) -> bool:
     """Whether ``found`` is int64 [count], or of any length, in ``low`` ... ``below`` - 1.
 
-    On a card its values are not looked at, since the host would wait.
+    On a GPU its values are not looked at, since the host would wait.
     """
     if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.dim() != 1:
         return False

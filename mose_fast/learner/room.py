@@ -90,6 +90,6 @@ def check_room(config: RunConfig, image_size: tuple[int, int], classes: int) -> 
     raise ConfigError(
         f"{name} is {value}, which does not fit: the replay memory of {config.memory} images takes"
         f" {gigabytes(least.memory)}, the network of width {config.width} at least {gigabytes(least.network)}{views}"
-        f"{kept}, and {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a"
+        f"{kept}, and {gigabytes(free)} are free on {'the GPU' if device.type == 'cuda' else 'this machine'}; wanted a"
         f" smaller {name}"
     )

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.about import Preset
 from mose_fast.learner.gradients import flat_gradient, project, write_gradient
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
@@ -19,10 +18,10 @@ from mose_fast.learner.replay_learner import (
     Inputs,
     ReplayLearner,
     cross_entropy,
+    official_preset,
     sources_preset,
     table_preset,
 )
-from mose_fast.settings.run import knob
 
 __all__ = ["Agem", "AgemOptions"]
 
@@ -33,11 +32,11 @@ class AgemOptions(BaselineOptions):
     always pass the network separately.
     """
 
-    replay_from: str = knob(
+    replay_from: str = BaselineOptions.again(
+        "replay_from",
         "others",
-        "tasks that the reference batch comes from",
         "facebookresearch/agem: finished tasks; the port in RaptorMai/online-continual-learning: all",
-        choices={"others": "finished tasks", "all": ""},
+        doc="tasks that the reference batch comes from",
     )
 
 
@@ -52,9 +51,12 @@ class AgemOptions(BaselineOptions):
         ),
         # Of the official code's ring memory for each class and its head for each task, neither
         # makes sense in this protocol.
-        "official": Preset(
+        "official": official_preset(
             "facebookresearch/agem @ 4542149, its CIFAR settings",
-            {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 256, "augment": "none"},
+            lr=0.03,
+            weight_decay=0.0,
+            buffer_batch=256,
+            augment="none",
         ),
     },
     year=2019,

@@ -38,8 +38,8 @@ class GdumbOptions(MethodOptions):
 
     memory_policy: ClassVar[str] = "balanced"
 
-    augment: str = knob(
-        "simclr", "recipe of the views", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
+    augment: str = MethodOptions.again(
+        "augment", "simclr", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
     )
     buffer_batch: int = knob(
         16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1
@@ -76,19 +76,7 @@ class GdumbOptions(MethodOptions):
         "official: 256; table: a choice, a sixteenth of it, which understates GDumb",
         low=1,
     )
-    classifier: str = knob(
-        "linear", "what predict() classifies by", "GDumb", choices={"linear": "", "ncm": "nearest class mean"}
-    )
-
-
-def learning_rate(number: int, low: float, high: float) -> float:
-    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine
-    cycles of 2, 4, 8, ... passes.
-    """
-    if number < 2:
-        return high * (0.1, 1.0)[number]
-    length = 1 << (number.bit_length() - 1)
-    return low + (high - low) * (1 + math.cos(math.pi * (number - length) / length)) / 2
+    classifier: str = MethodOptions.again("classifier", "linear", "GDumb")
 
 
 @method(
@@ -182,3 +170,13 @@ class Gdumb(ReplayLearner):
                 nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
 
             return {"loss": self.model.minimise(loss, backward)}
+
+
+def learning_rate(number: int, low: float, high: float) -> float:
+    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine
+    cycles of 2, 4, 8, ... passes.
+    """
+    if number < 2:
+        return high * (0.1, 1.0)[number]
+    length = 1 << (number.bit_length() - 1)
+    return low + (high - low) * (1 + math.cos(math.pi * (number - length) / length)) / 2

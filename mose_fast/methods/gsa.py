@@ -26,7 +26,7 @@ from mose_fast.learner.replay_learner import (
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
+from mose_fast.settings.run import CURRENT_CLASSES, knob
 
 __all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 
@@ -35,12 +35,7 @@ __all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 class GsaOptions(BaselineOptions):
     """Switches of GSA. ``buffer_batch`` is the size of the set whose rows are weighted."""
 
-    replay_from: str = knob(
-        "others",
-        "tasks that replayed rows come from",
-        "gydpku/GSA",
-        choices={"others": "every task but the current", "all": ""},
-    )
+    replay_from: str = BaselineOptions.again("replay_from", "others", "gydpku/GSA")
     new_extra: int = knob(
         22, "rows of the current task drawn from memory beside the incoming ones, at most", "gydpku/GSA", low=0
     )
@@ -56,30 +51,8 @@ class GsaOptions(BaselineOptions):
         "seen",
         "classes of the current task",
         "gydpku/GSA: task; for table a choice, since a method need not know classes beforehand",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+        choices=CURRENT_CLASSES,
     )
-
-
-def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What the two losses are for, of all rows' images or labels: rows of the current task, and
-    copies of the first of them with the replayed ones.
-    """
-    new = rows.sizes[0] + rows.sizes[1]
-    return values[:new], torch.cat([values[: rows.extras["copies"]], values[new:]])
-
-
-def class_weights(sums: Tensor) -> Tensor:
-    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
-
-    Args:
-        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
-            other views.
-
-    Returns:
-        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
-    """
-    pulled, pushed = sums
-    return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)
 
 
 @method(
@@ -188,3 +161,25 @@ class Gsa(ReplayLearner):
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
         added = self.pulls_and_pushes(outputs, rows)
         self.network.sums.add_(torch.where(self.model.latch.closed, 0, added))
+
+
+def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What the two losses are for, of all rows' images or labels: rows of the current task, and
+    copies of the first of them with the replayed ones.
+    """
+    new = rows.sizes[0] + rows.sizes[1]
+    return values[:new], torch.cat([values[: rows.extras["copies"]], values[new:]])
+
+
+def class_weights(sums: Tensor) -> Tensor:
+    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
+
+    Args:
+        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
+            other views.
+
+    Returns:
+        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
+    """
+    pulled, pushed = sums
+    return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import (
+    BaselineOptions,
+    ReplayLearner,
+    cross_entropy,
+    official_preset,
+    sources_preset,
+    table_preset,
+)
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob
@@ -63,18 +69,15 @@ class GssOptions(BaselineOptions):
             steps="alternate",
             reference_batch=64,
         ),
-        "official": Preset(
+        "official": official_preset(
             "rahafaljundi/Gradient-based-Sample-Selection @ ca4160a, its CIFAR-10 settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.01,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "augment": "none",
-                "init": "default",
-                "iterations": 10,
-                "steps": "alternate",
-            },
+            lr=0.01,
+            weight_decay=0.0,
+            buffer_batch=10,
+            augment="none",
+            init="default",
+            iterations=10,
+            steps="alternate",
         ),
     },
     year=2019,

@@ -22,7 +22,15 @@ from mose_fast.learner.registry import method
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import Search, documented
-from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, ConfigError, ReplayOptions, RunConfig, knob
+from mose_fast.settings.run import (
+    CONTRASTIVE_TEMPERATURES,
+    CURRENT_CLASSES,
+    REPLAY_FROM,
+    ConfigError,
+    ReplayOptions,
+    RunConfig,
+    knob,
+)
 
 __all__ = ["MOSE_PRESETS", "Composition", "Mose", "MoseOptions", "StepPlan", "StepRows", "StepViews", "Targets"]
 
@@ -100,10 +108,7 @@ class MoseOptions(ReplayOptions):
         True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only"
     )
     replay_from: str = knob(
-        "others",
-        "tasks that buffer rows come from",
-        "released: others; paper: the memory",
-        choices={"others": "every task but the current", "all": ""},
+        "others", "tasks that buffer rows come from", "released: others; paper: the memory", choices=REPLAY_FROM
     )
     per_class_cap: int | None = knob(
         7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
@@ -123,10 +128,7 @@ class MoseOptions(ReplayOptions):
         "released (its memory is empty then); paper: trained on",
     )
     current_classes: str = knob(
-        "seen",
-        "classes of the current task",
-        "released: seen; paper: C^t",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+        "seen", "classes of the current task", "released: seen; paper: C^t", choices=CURRENT_CLASSES
     )
     inner_views: int = knob(
         2,
@@ -360,7 +362,7 @@ class Mose(Learner):
         )
 
     def inputs(self, plan: StepPlan, stored: Tensor | None = None) -> StepRows | StepViews | ViewsToCome:
-        """The inputs of a plan's step; padded on a card, so that steps share a graph."""
+        """The inputs of a plan's step; padded on a GPU, so that steps share a graph."""
         if not self.reads_losses_late:
             return self.step_inputs(plan)
         return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)

@@ -113,7 +113,7 @@ def check_rows(name: str, count: object, most: int, beside: tuple[str, Tensor]) 
     """Raises TypeError or ValueError unless ``count`` is an int from 0 to ``most``, or an int32
     scalar on the device of ``beside``.
 
-    The value of a scalar is not read: on a card that would wait.
+    The value of a scalar is not read: on a GPU that would wait.
     """
     if not isinstance(count, Tensor):
         check_integer(name, count, 0, most)

@@ -44,7 +44,7 @@ class Snapshot:
     """A copy of tensors in a few flat ones, one for each dtype and device.
 
     A learner's state is hundreds of tensors, most of them views of a few buffers. Each piece of
-    memory is copied as a whole, so that a copy on a card takes a few launches and a copy to the
+    memory is copied as a whole, so that a copy on a GPU takes a few launches and a copy to the
     host a few transfers. The tensors are views of these copies.
 
     Args:
@@ -93,7 +93,7 @@ class Snapshot:
     def not_finite(self) -> str | None:
         """The name of a tensor that contains NaN or infinity; None if none does.
 
-        On a card, the host waits for the answer.
+        On a GPU, the host waits for the answer.
         """
         # A NaN makes both NaN. Unlike isfinite, this needs no memory for a flag per element.
         extremes = [
@@ -108,7 +108,7 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same snapshot on the host, in pinned memory if it was on a card.
+        """The same snapshot on the host, in pinned memory if it was on a GPU.
 
         Waits for the current stream, without the interpreter's lock.
         """
@@ -146,9 +146,9 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after the other; on a card, while the run continues.
+    """Writes checkpoints one after the other; on a GPU, while the run continues.
 
-    On a card, a thread copies the snapshot to the host and writes the file, on a stream of its own.
+    On a GPU, a thread copies the snapshot to the host and writes the file, on a stream of its own.
     The next call raises any error of that thread.
 
     Args:

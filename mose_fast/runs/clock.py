@@ -86,10 +86,10 @@ class Clock:
 
 
 class Stopwatch:
-    """Measures seconds between marks: on a card with events in the current stream, which do not
+    """Measures seconds between marks: on a GPU with events in the current stream, which do not
     interrupt it; else with the host's clock.
 
-    On a card, the marked work runs without gaps as long as the host launches it fast enough.
+    On a GPU, the marked work runs without gaps as long as the host launches it fast enough.
 
     Args:
         device: The device that does the work.

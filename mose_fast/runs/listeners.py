@@ -40,7 +40,7 @@ class Listener:
         """
 
     def on_task_start(self, task: int) -> None:
-        """The next batch is the first of a task, or of a part of a stream without borders."""
+        """The next batch is the first of a task, or of a part of a stream without tasks."""
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         """Batch number ``batch`` (from 1) is done; ``losses`` is None if nothing was trained.
@@ -67,8 +67,9 @@ class Listener:
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        """A task, or a part of a stream without borders, is over; ``accuracy`` is None if it was
-        not evaluated.
+        """A task, or a part of a stream without tasks, is over.
+
+        ``accuracy`` is None if it was not evaluated.
         """
 
     def on_end(self, results: dict[str, Any]) -> None:

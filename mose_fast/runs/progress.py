@@ -141,7 +141,7 @@ def accuracy_table(
         task: The task just learned, from 0; the table counts tasks from 1.
         tasks: Number of tasks of the stream.
         main: Classifier and expert that ``predict()`` uses; their row is marked.
-        what: ``part`` for a stream without borders: its accuracies are of the classes seen.
+        what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"

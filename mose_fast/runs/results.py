@@ -105,8 +105,8 @@ def build_results(
         evaluated_after: Parts of the stream after which there was an evaluation, in order.
         anytime: The curve of the accuracy at any time: lists with an entry for each evaluation, and
             ``accuracy`` with such lists by classifier and expert; None: there was none.
-        evaluation_points: For a stream without borders, lists with an entry for each of them: the
-            images and the classes that had come; else None.
+        evaluation_points: For a stream without task boundaries, lists with an entry for each of
+            them: the images and the classes that had come; else None.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         resumed: How often the run was resumed.
@@ -146,7 +146,7 @@ def build_results(
         return over_all(function if complete and defined else lambda _: None, accuracy)
 
     def of_tasks(function: Any) -> dict[str, dict[str, Any]]:
-        """A metric that needs one after every task; null also in a stream without borders."""
+        """A metric that needs one after every task; null also without task boundaries."""
         return over_time(function, stream.borders)
 
     if anytime is not None:

@@ -129,12 +129,12 @@ COLUMNS: dict[str, Column] = {
     "resumed": Column(int, "how often the run was continued"),
     "peak_bytes": Column(int, "peak memory of the process on the host", "peak_memory_bytes.host"),
     "peak_bytes_device": Column(
-        int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
+        int | None, "peak memory allocated on the GPU, None on the CPU", "peak_memory_bytes.device"
     ),
     "images_kept": Column(int, "number of images kept at most", "kept.images"),
     "bytes_kept": Column(int, "bytes of all that was kept beside network and optimiser"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "card", compared="made"),
+    "card": Column(str | None, "GPU", compared="made"),
     "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),

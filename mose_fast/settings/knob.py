@@ -351,6 +351,15 @@ class Declared:
     #: What stands before the fields' names in the dotted names of settings.
     owner: ClassVar[str] = ""
 
+    @classmethod
+    def again(cls, name: str, default: Any, source: str, **changes: Any) -> Any:
+        """Declares one of this class's settings in a subclass, with another default and source, and
+        with other attributes of :class:`Setting` where ``changes`` has them.
+        """
+        setting = cls.__dataclass_fields__[name].metadata["setting"]
+        setting = dataclasses.replace(setting, default=default, source=source, **changes)
+        return dataclasses.field(default=default, metadata={"setting": setting})
+
     def __post_init__(self) -> None:
         for setting in settings_of(type(self)).values():
             object.__setattr__(self, setting.field, setting.check(getattr(self, setting.field)))

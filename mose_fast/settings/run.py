@@ -43,10 +43,12 @@ from mose_fast.settings.knob import (
 
 __all__ = [
     "CONTRASTIVE_TEMPERATURES",
+    "CURRENT_CLASSES",
     "ENTRY_POINTS",
     "LEARNING_RATES",
     "METHOD_SETTINGS",
     "RECIPES",
+    "REPLAY_FROM",
     "WEIGHT_DECAYS",
     "WITHOUT_BORDERS",
     "ConfigError",
@@ -117,7 +119,7 @@ class StreamConfig(Declared):
     )
     tasks: int | None = _problem(
         None,
-        "tasks that the classes are split into, in class order; without borders, parts that a run evaluates after",
+        "tasks that the classes are split into, in class order; without task boundaries, parts to evaluate after",
         low=1,
         none="the stream's own",
         flag=True,
@@ -146,9 +148,9 @@ class StreamConfig(Declared):
         choices={
             "tasks": "task by task",
             "imbalanced": "task by task, with fewer and fewer images a class",
-            "blurry": "i-Blurry: no borders; some classes come in one part, the others have images in every part",
+            "blurry": "i-Blurry: no task boundaries; some classes come in one part, others have images in all parts",
             "si_blurry": "Si-Blurry: likewise, in random numbers",
-            "task_free": "without borders; the classes' probabilities drift",
+            "task_free": "without task boundaries; the classes' probabilities drift",
         },
         flag=True,
     )
@@ -228,6 +230,11 @@ LEARNING_RATES = Search(
 )
 WEIGHT_DECAYS = Search(1e-6, 1e-2, log=True, source="choice: two decades around 1e-4 (paper 5.1)")
 CONTRASTIVE_TEMPERATURES = Search(0.02, 0.5, log=True, source="choice: from below SCR's 0.07 to Co2L's 0.5")
+
+
+#: Tasks that replayed rows come from, and when the classes of the current task are known.
+REPLAY_FROM = {"all": "", "others": "every task but the current"}
+CURRENT_CLASSES = {"seen": "those seen so far in it", "task": "all of it, known at its start"}
 
 
 @documented
@@ -422,7 +429,7 @@ class RunConfig(Declared):
     device: str = _execution(
         "auto",
         "where to compute: auto (the GPU where there is one) | cpu | cuda | cuda:N",
-        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers cards in 8 bits
+        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers GPUs in 8 bits
         wanted="auto, cpu, cuda or cuda:N",
         flag=True,
     )

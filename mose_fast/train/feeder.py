@@ -17,7 +17,7 @@ class Views(NamedTuple):
 
     Attributes:
         tensor: The views.
-        made: On a card, an event recorded after the work that makes them; None on the CPU.
+        made: On a GPU, an event recorded after the work that makes them; None on the CPU.
     """
 
     tensor: Tensor
@@ -25,7 +25,7 @@ class Views(NamedTuple):
 
 
 class Feeder:
-    """Calls functions that make views, in order, on one thread; on a card also on one stream, which
+    """Calls functions that make views, in order, on one thread; on a GPU also on one stream, which
     waits for each function's input.
 
     Each function makes the views of one step, independently of earlier calls, so that requests can
@@ -47,7 +47,7 @@ class Feeder:
 
         Args:
             make: Returns the views; called on the feeder's thread and stream.
-            reads: All tensors on a card that ``make`` reads, written on the current stream.
+            reads: All tensors on a GPU that ``make`` reads, written on the current stream.
         """
         if self._device.type != "cuda":
             return self._thread.submit(self._make, make, None)

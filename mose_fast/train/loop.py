@@ -163,7 +163,7 @@ class Loop:
                 stop.check()
         except Interrupted:
             self.pipeline.stop()
-            # On a card, more steps may have been taken since the last recorded one.
+            # On a GPU, more steps may have been taken since the last recorded one.
             while self.pipeline.reader:
                 with suppress(Interrupted):
                     for taken, losses in self.pipeline.drain(wait=True):
@@ -340,7 +340,7 @@ class Loop:
     # Checkpoints
 
     def _save(self, *, wait: bool = False) -> None:
-        """Writes a checkpoint; on a card while training continues, unless ``wait`` is True."""
+        """Writes a checkpoint; on a GPU while training continues, unless ``wait`` is True."""
         if self.writer is not None:
             self._write(*self._state(), wait=wait)
 
@@ -349,7 +349,7 @@ class Loop:
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
             self.learner.check_kept()
-            # Before the copy: asking waits for the card, which would hide a copy that is not waited
+            # Before the copy: asking waits for the GPU, which would hide a copy that is not waited
             # for.
             numbers = copy.deepcopy(self.learner.values())
             snapshot = Snapshot(self.learner.tensors())

@@ -14,7 +14,7 @@ from mose_fast.methods import Learner, Prepared
 __all__ = ["OUTSTANDING", "LossReader", "Taken"]
 
 #: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
-#: card, and so how long Ctrl-C takes.
+#: GPU, and so how long Ctrl-C takes.
 OUTSTANDING = 8
 
 # Largest number of losses of a step.

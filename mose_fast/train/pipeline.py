@@ -41,7 +41,7 @@ class Pipeline:
     """Takes the steps of a learner with a ring of planned batches, captured steps if the method
     supports them, a reader of losses and a clock.
 
-    On a card, all calls must have the same current stream, which must not be the default one; see
+    On a GPU, all calls must have the same current stream, which must not be the default one; see
     :func:`mose_fast.device.own_stream`.
 
     Args:
@@ -49,7 +49,7 @@ class Pipeline:
         clock: The clock that counts the phases ``train`` and ``capture``; None creates one.
 
     Attributes:
-        captured: Takes the steps if the learner is on a card and its losses are read late; else
+        captured: Takes the steps if the learner is on a GPU and its losses are read late; else
             None.
         ring: Plans batches ahead.
         reader: Reads losses.
@@ -58,7 +58,7 @@ class Pipeline:
     def __init__(self, learner: Learner, clock: Clock | None = None) -> None:
         self.learner = learner
         self.clock = Clock() if clock is None else clock
-        # On a card, eager steps are taken in the same way, so that both give the same bits.
+        # On a GPU, eager steps are taken in the same way, so that both give the same bits.
         self.captured = (
             CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.reads_losses_late else None
         )
@@ -146,7 +146,7 @@ def incoming(
     """The contents of a stream's batches, in the form that :class:`Batch` takes.
 
     Args:
-        stream: The stream; its images may be on a card.
+        stream: The stream; its images may be on a GPU.
         task: The task of the batches.
         batches: Rows of each batch, int64 on the host.
         train, store: The arguments of :meth:`mose_fast.methods.Learner.prepare`.
@@ -154,7 +154,7 @@ def incoming(
     if not batches:
         return []
     # The images' numbers go to the images' device in one transfer; a transfer for each batch would
-    # wait for the card each time.
+    # wait for the GPU each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
     return [
         partial(_arguments, stream, task, rows, there, train, store)
@@ -163,7 +163,7 @@ def incoming(
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, if they leave half of the free memory to the run."""
+    """The stream with its images on the GPU, if they leave half of the free memory to the run."""
     if device.type != "cuda":
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes

@@ -31,7 +31,7 @@ class _Planned(NamedTuple):
 class Ring:
     """Prepares batches in order, up to ``depth`` ahead, and hands them out in the same order.
 
-    On a card, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
+    On a GPU, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
     current stream wait for the batch through an event outside any graph; the host does not wait.
     The replay memory and the class masks belong to the plans' stream: call :meth:`synchronise`
     before reading or writing them elsewhere.
@@ -144,5 +144,5 @@ class Ring:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors on a card in a tuple of tuples."""
+    """The tensors on a GPU in a tuple of tuples."""
     return [part for part in tree_leaves(value) if isinstance(part, Tensor) and part.is_cuda]

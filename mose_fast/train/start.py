@@ -140,7 +140,7 @@ def _only_run() -> Iterator[None]:
     """Refuses a run while another thread of the process is in one.
 
     They would share PyTorch's random state, from which weights are initialised, its switches for
-    precision and determinism, and on a card its streams: a launch of one run could end up in a
+    precision and determinism, and on a GPU its streams: a launch of one run could end up in a
     graph that the other captures.
     """
     if not _running.acquire(blocking=False):
@@ -210,7 +210,7 @@ def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
 
 def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
-        # Read when CUDA starts, so it must be set before the first tensor goes to the card.
+        # Read when CUDA starts, so it must be set before the first tensor goes to the GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return create_learner(config, **stream.spec)
 
