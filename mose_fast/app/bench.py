@@ -88,13 +88,9 @@ class Ceilings(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One way to train.
+    """One way to train: the settings it has, whether ``torch.compile`` compiles the network, and
+    whether the step is measured in the loop or alone, on prepared inputs.
 
-    Attributes:
-        name: Name of its row.
-        settings: Settings of :class:`RunConfig`, by name.
-        compiled: Whether ``torch.compile`` compiles the network.
-        looped: Whether the step is measured in the loop; else alone, on prepared inputs.
     """
 
     name: str
@@ -219,9 +215,7 @@ class Report:
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """All variants of a device: plain PyTorch as the baseline, then our kernels, then both in the
-    loop for each feed.
-    """
+    """All variants of a device: plain PyTorch, our kernels, then both in the loop by feed."""
     on_card = device.type == "cuda"
     plain, fused = {"kernels": "torch", "feed": "torch"}, {"kernels": "fused", "feed": "fused"}
     found = [
@@ -248,13 +242,9 @@ def variants(device: torch.device) -> list[Variant]:
 
 
 def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) -> Stream:
-    """A stream of random 32x32 images in two tasks, the first just large enough to replay from.
+    """A stream of random 32x32 images in two tasks with half of the classes each, the first just
+    large enough to replay from; ``images`` are those of the second, ``tests`` of both.
 
-    Args:
-        config: Settings; only ``stream.batch`` is used.
-        classes: Number of classes; each of the two tasks has half of them.
-        images: Training images of the second task.
-        tests: Test images of both.
     """
     random = torch.Generator().manual_seed(0)
     half = classes // 2
@@ -355,14 +345,10 @@ def benchmark(
 def back_to_back(
     device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None
 ) -> list[float]:
-    """Seconds of each of many calls back to back, after a warm-up; on a GPU the host only launches
-    them.
+    """Seconds of each of ``calls`` calls, or as many as fit in ``seconds``, after a warm-up.
 
-    Args:
-        device: Device that they run on; on a GPU, in the current stream.
-        call: The call to measure. It should not wait for the GPU.
-        seconds: Time to spend.
-        calls: Number of calls, in place of ``seconds``.
+    On a GPU the host only launches them, in the current stream; they should not wait for it.
+
     """
     warm = laps(device, call, 3 if calls is None else 1)
     if calls is None:
@@ -461,11 +447,9 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         seconds: Time to measure for, after the warm-up.
 
     Returns:
-        Views of a step; seconds a step, each a mean over up to ten steps, measured by the host's
-        clock from the arrival of losses to that of later losses.
+        Views of a step; seconds a step, each a mean over up to ten steps, from the arrival of
+        losses to that of later losses. RuntimeError if steps should be captured and could not be.
 
-    Raises:
-        RuntimeError: Steps should be captured and could not be.
     """
     learner = _learner(config, stream)
     stream = resident(stream, learner.device)

@@ -28,12 +28,7 @@ _WAITS = (
 
 
 class Finding(NamedTuple):
-    """A rule, and how a method breaks it.
-
-    Attributes:
-        rule: What holds if nothing was found, in words.
-        problem: What was found; None: nothing.
-    """
+    """A rule in words, and how a method breaks it; None: it does not."""
 
     rule: str
     problem: str | None

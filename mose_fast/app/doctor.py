@@ -51,10 +51,9 @@ class Finding(NamedTuple):
 
 
 def diagnose(data_dir: str | None = None) -> list[Finding]:
-    """Checks Python, packages, CUDA, compilers, GPUs, the native library and the data sets.
+    """Checks Python, packages, CUDA, compilers, GPUs, the native library and the data sets, in
+    ``data_dir`` or the default folder.
 
-    Args:
-        data_dir: Folder with the data sets' files; None means the default folder.
     """
     used = [_precision(), _feed()]
     native = [_native(), *map(_verdict, _kinds())]

@@ -193,9 +193,7 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 def changes_of(
     arguments: argparse.Namespace, base: RunConfig | None, methods: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The settings that flags and ``--set`` change, by dotted name: of ``methods``, else of the
-    one that is run.
-    """
+    """What flags and ``--set`` change, by dotted name, of ``methods`` or the one that is run."""
     given = vars(arguments)
     changes = {name: setting.check(given[name]) for name, setting in FLAGS.items() if name in given}
     assigned = [assignment(text, "--set") for text in given.get("set", [])]

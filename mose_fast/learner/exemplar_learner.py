@@ -32,9 +32,7 @@ REPLAY_LOSS_SOURCE = (
 
 @dataclass(frozen=True)
 class ExemplarOptions(BaselineOptions):
-    """Switches of methods with exemplars. They replay earlier tasks only, since those of a task are
-    chosen when it is over.
-    """
+    """Switches of methods with exemplars, which are chosen at the end of their task."""
 
     memory_policy: str = knob(
         "exemplars",
@@ -142,9 +140,7 @@ class ExemplarLearner(ReplayLearner):
         return self.data.current_classes(self.config.options.current_classes)
 
     def known(self) -> list[int]:
-        """The classes that share the memory, in order: those seen, and those of the current task
-        that are known to come.
-        """
+        """The classes that share the memory, in order: those seen or known to come in this task."""
         return self.data.known_classes(self.config.options.current_classes)
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:

@@ -11,17 +11,14 @@ __all__ = ["flat_gradient", "flatten", "project", "write_gradient"]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other: float32 [n], whatever their precision and
-    memory format.
-    """
+    """The elements of all tensors, one after the other: float32 [n], whatever their dtype."""
     return torch.cat([tensor.float().reshape(-1) for tensor in tensors])
 
 
 def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradient of a loss as one vector, float32 [n]; zero for parameters that the loss does not
-    depend on.
+    """The gradient of a loss as one vector, float32 [n], 0 where the loss does not depend on a
+    parameter; the parameters' ``grad`` stays as it is.
 
-    The parameters' ``grad`` stays as it is.
     """
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return flatten(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))

@@ -105,9 +105,7 @@ class MethodHooks(ABC):
     # The data
 
     def build_memory(self) -> ReplayMemory:
-        """Builds the empty replay memory. Methods override it for another policy, or to store more
-        for each slot.
-        """
+        """Builds the empty replay memory; methods override it to store other things."""
         config = self.config
         balanced = config.options.memory_policy == "balanced"
         kind = partial(BalancedMemory, classes=self.classes) if balanced else ReplayMemory
@@ -219,16 +217,12 @@ class MethodHooks(ABC):
 
     @classmethod
     def views_at_once(cls, config: RunConfig) -> int:
-        """The views in the largest forward pass of training, for an estimate of what fits; 0 where
-        they are few.
-        """
+        """Views in training's largest forward pass, to estimate what fits; 0 where they are few."""
         return 0
 
     @classmethod
     def statistics_bytes(cls, config: RunConfig, classes: int) -> int:
-        """The bytes of what a learner keeps of each class beside images, for an estimate of what
-        fits; 0 where they are few.
-        """
+        """Bytes kept of each class beside images, to estimate what fits; 0 where they are few."""
         return 0
 
     @classmethod

@@ -38,9 +38,7 @@ class _Kept(NamedTuple):
 
 
 class KeptValues:
-    """The tensors and modules that a learner keeps, by name; see
-    :meth:`mose_fast.methods.Learner.keep`.
-    """
+    """What a learner keeps, by name; see :meth:`mose_fast.methods.Learner.keep`."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -80,10 +78,8 @@ class KeptValues:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the result of :meth:`tensors` in place; a tensor of another shape is replaced.
-
-        Raises:
-            ValueError: The tensors are those of other values.
+        """Copies the result of :meth:`tensors` in place, or replaces what had another shape;
+        ValueError if it is of other values.
         """
         own = self.tensors()
         replaced = {
@@ -105,11 +101,7 @@ class KeptValues:
 
     @contextmanager
     def only_plans(self) -> Iterator[None]:
-        """A context that may write only what plans write.
-
-        Raises:
-            RuntimeError: Something else was written; the message names it.
-        """
+        """A context that may write only what plans write; else RuntimeError."""
         others = {name: kept.tensors for name, kept in self._kept.items() if kept.written != "plans"}
         before = {name: [tensor._version for tensor in tensors] for name, tensors in others.items()}
         yield

@@ -45,9 +45,8 @@ class RunningStatistics:
     @contextmanager
     def undone_if(self, closed: Tensor) -> Iterator[None]:
         """A context that restores the statistics of its start if ``closed``, a bool scalar on their
-        device, is True at its end.
-
-        The host does not read ``closed``, so this can be part of a captured graph.
+        device, is True at its end. The host does not read it, so it can be part of a captured
+        graph.
         """
         self._before.copy_(self.memory)
         yield
@@ -111,7 +110,5 @@ class Latch:
         return not self.froze
 
     def reported(self, loss: Tensor) -> Tensor:
-        """The loss that the step reports: NaN once the latch is closed, even if the frozen
-        network's loss is finite.
-        """
+        """The loss that the step reports: NaN once the latch is closed."""
         return torch.where(self.closed, torch.nan, loss.detach())

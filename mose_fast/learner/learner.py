@@ -296,9 +296,7 @@ class Learner(Planner):
         return classify(features, logits, self.class_means())[classifier][expert].cpu()
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
-        """The names that the results use for this classifier and expert; None means those of the
-        configuration.
-        """
+        """The results' names of this classifier and expert; None: those of the configuration."""
         o = self.config.options
         classifier, expert = o.classifier if classifier is None else plain(classifier), plain(expert)
         if expert is None:
@@ -355,9 +353,7 @@ class Learner(Planner):
         return rebuilt, (class_of(self), *parts(self))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of :meth:`state` themselves, many of them views of common memory, which the
-        next step changes.
-        """
+        """The tensors of :meth:`state` themselves, which the next step changes."""
         memory = {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
         return self.model.state() | memory | {f"kept/{name}": t for name, t in self._kept.tensors().items()}
 

@@ -23,11 +23,10 @@ __all__ = ["Model", "first_difference", "padded_size", "set_precision"]
 
 
 def padded_size(images: int, batch: int) -> int:
-    """The size that images are padded to for a forward pass: ``batch``, or the smallest of its
-    repeated halves that is large enough.
+    """The size that images are padded to: ``batch``, or its smallest repeated half that is enough.
 
-    On a GPU, cuDNN searches plans for all convolutions when a batch size occurs for the first
-    time. The last part of each evaluation has another size; padding leaves only a few sizes.
+    On a GPU, cuDNN searches plans for each new batch size; padding leaves only a few.
+
     """
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
@@ -131,9 +130,7 @@ class Model:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
 
     def forward(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The network's forward pass in the run's precision; it uses the bf16 copies of the
-        weights if the optimiser keeps some.
-        """
+        """The network's forward pass in the run's precision, with bf16 copies of weights if any."""
         if self._shadowed:
             names = [name for name, _ in self.network.named_parameters()]
             weights = dict(zip(names, self.leaves, strict=True))
@@ -172,11 +169,8 @@ class Model:
 
     @torch.no_grad()
     def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Features float32 [E, N, D] and logits float32 [E, N, K] in evaluation mode.
-
-        Args:
-            x: uint8 [N, H, W, 3], raw images.
-            after_part: Called after each forward pass.
+        """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3]
+        in evaluation mode; ``after_part`` is called after each forward pass.
         """
         self.network.eval()
         features, logits = [], []
@@ -221,17 +215,13 @@ class Model:
             self.weights_were_set()
 
     def forget_moments(self) -> None:
-        """Sets the optimiser's moments and counts of steps to zero, as a new one has them; not once
-        the latch is closed.
-        """
+        """Sets the optimiser's moments and step counts to zero, unless the latch is closed."""
         for moments in self.optimiser.state.values():
             for tensor in moments.values():
                 tensor.masked_fill_(~self.latch.closed.to(tensor.device), 0)
 
     def weights_were_set(self) -> None:
-        """Call this after parameters were changed by anything but a step: it renews the bf16 copies
-        of the weights.
-        """
+        """Renews the bf16 copies of weights; call it after anything but a step changed them."""
         if isinstance(self.optimiser, FlatAdam):
             self.optimiser.refresh_shadows()
 
@@ -260,9 +250,7 @@ class Model:
         return tensors
 
     def changed_numbers(self) -> list[dict[str, float]]:
-        """The numbers of the optimiser's groups, such as the learning rate, that the method has
-        changed since it was built.
-        """
+        """The optimiser's numbers, such as the learning rate, that the method has changed."""
         pairs = zip(self._numbers(), self._built_with, strict=True)
         return [{name: value for name, value in now.items() if value != before[name]} for now, before in pairs]
 
@@ -274,10 +262,9 @@ class Model:
         ]
 
     def load(self, tensors: dict[str, Tensor], changed: Sequence[Mapping[str, float]] = ()) -> None:
-        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch.
+        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch;
+        ValueError if they belong to another network.
 
-        Raises:
-            ValueError: The state belongs to another network.
         """
         network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
         difference = first_difference(network, self.network.state_dict())

@@ -41,11 +41,7 @@ class Planner(MethodHooks):
 
     @property
     def model(self) -> Model:
-        """The network and its optimiser.
-
-        Raises:
-            RuntimeError: A batch is being planned ahead of earlier steps.
-        """
+        """The network and its optimiser; RuntimeError while a batch is planned ahead of steps."""
         if self._planning_ahead:
             raise RuntimeError(
                 f"method {self.config.method!r} looks at its model in plan or store, which run ahead of the steps;"
@@ -74,10 +70,7 @@ class Planner(MethodHooks):
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss was not finite. Since then, nothing is trained or stored.
-
-        On a GPU this waits for the GPU.
-        """
+        """Whether a loss was not finite, so that nothing is trained any more; waits for a GPU."""
         return bool(self.model.latch)
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
@@ -202,25 +195,15 @@ class Planner(MethodHooks):
         return PlannedBatch(self, before, steps=[PlannedStep(plan, self.inputs(plan))])
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """Takes one training step on memory slots only (training on the final memory).
-
-        Args:
-            slots: int64 [n], the slots.
-
-        Returns:
-            The step's losses by name.
-        """
+        """A training step on memory slots, int64 [n], alone; returns its losses by name."""
         return self.step(self.inputs(self.rehearsal(slots)))
 
     def step(self, inputs: Any, train_on: Callable[[Any], dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Takes one training step and counts it.
+        """Takes one training step on the result of :meth:`inputs`, and counts it.
 
-        Args:
-            inputs: The result of :meth:`inputs`.
-            train_on: A function that takes the step in place of :meth:`take_step`.
+        ``train_on`` takes it in place of :meth:`take_step`. Returns the losses by name, scalars on
+        the learner's device.
 
-        Returns:
-            The step's losses by name, as scalars on the learner's device.
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())
@@ -267,14 +250,8 @@ class Planner(MethodHooks):
         """
 
     def expect_boundaries(self, found: str) -> None:
-        """Refuses a stream without task boundaries if the method needs them; warns once if one of
-        its options does.
-
-        Args:
-            found: What shows that there are none; completes a sentence after "but".
-
-        Raises:
-            ConfigError: The method needs task boundaries.
+        """Raises ConfigError for a stream without task boundaries if the method needs them; warns
+        once if one of its options does. ``found`` says what shows it, after "but".
         """
         self.check_boundaries(self.config, found)
         for (switch, value), effect in self.without_boundaries.items():
@@ -318,9 +295,7 @@ class Planner(MethodHooks):
 
     @contextmanager
     def _without_model(self) -> Iterator[None]:
-        """A context in which the method must neither look at the model, nor write what steps
-        write.
-        """
+        """A context in which a method must not look at the model or write what steps write."""
         self._planning_ahead = True
         try:
             with self._kept.only_plans():

@@ -50,12 +50,9 @@ class Taker(Protocol):
 
 @dataclass(eq=False)
 class PlannedStep:
-    """A step that is planned.
+    """A planned step: ``plan`` and ``inputs`` of the learner's functions of these names; ``views``:
+    those of inputs that have none yet, where they were made ahead.
 
-    Attributes:
-        plan: From the learner's ``plan``.
-        inputs: From the learner's ``inputs``.
-        views: The views of inputs that have none yet, where they were made ahead.
     """
 
     plan: Any

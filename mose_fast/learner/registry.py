@@ -59,13 +59,12 @@ def method(
         name: The value of ``RunConfig.method``.
         options: Dataclass of its switches.
         presets: Presets by name; the first is the default.
-        year: See :class:`About`.
-        reference: See :class:`About`.
-        cost: See :class:`About`.
+        year, reference, cost: See :class:`About`.
 
     Raises:
         ConfigError: The class is not a learner, lacks a function that every learner must have, or
             the name belongs to another class.
+
     """
 
     def enter(learner: T) -> T:
@@ -83,11 +82,7 @@ def method(
 
 
 def check_learner(learner: Any, owner: str) -> None:
-    """Refuses a class that is not a complete learner.
-
-    Raises:
-        ConfigError: Functions are missing; the message names them.
-    """
+    """Refuses a class that is not a complete learner by a ConfigError that names what it lacks."""
     if not isinstance(learner, type) or not issubclass(learner, MethodHooks):
         lacking = [name for name in sorted(MethodHooks.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
@@ -108,10 +103,8 @@ def import_own_methods() -> None:
 
 def find_method(name: str) -> type[MethodHooks] | None:
     """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
-    None if there is none.
+    None if there is none. ConfigError if the file or entry point cannot be used.
 
-    Raises:
-        ConfigError: The file or entry point cannot be used.
     """
     import_own_methods()
     if name in METHODS:
@@ -137,11 +130,9 @@ def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
 
 
 def check_unchanged(learner: type[MethodHooks]) -> None:
-    """Refuses a method whose files were edited since this process imported them: the old code would
-    run.
+    """Raises ConfigError for a method whose files were edited since this process imported them: the
+    old code would run.
 
-    Raises:
-        ConfigError: The message names the files.
     """
     if edited := method_changes(method_files(learner), _files_now(learner)):
         raise ConfigError(

@@ -49,9 +49,8 @@ TABLE = (
 
 def table_preset(note: str = "") -> Preset:
     """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults.
+    ``note``: what a reader of its results must know about this method.
 
-    Args:
-        note: What a reader of its results must know about this method, for its source.
     """
     return Preset(f"{TABLE}; {note}" if note else TABLE)
 
@@ -59,11 +58,8 @@ def table_preset(note: str = "") -> Preset:
 def sources_preset(source: str, **changes: Any) -> Preset:
     """The preset ``sources`` of a baseline: the paper's appendix taken literally, which has each
     method by the defaults of its source code, but with the optimiser, the number of replayed rows
-    and the augmentation of the shared protocol.
+    and the augmentation of the shared protocol. ``source`` names every switch in ``changes``.
 
-    Args:
-        source: The source of each value in ``changes``, which it names with its switch.
-        **changes: Switches that differ from the options' defaults.
     """
     return Preset(
         f"MOSE, appendix: the defaults of the method's source code, in the shared protocol; {source}", changes
@@ -71,22 +67,16 @@ def sources_preset(source: str, **changes: Any) -> Preset:
 
 
 def official_preset(source: str, *, batch: int = 10, **changes: Any) -> Preset:
-    """The preset ``official`` of a baseline whose repository trains with SGD.
+    """The preset ``official`` of a baseline whose repository trains with SGD: ``source`` is the
+    repository, its commit, and which of its settings ``batch`` and ``changes`` are.
 
-    Args:
-        source: The repository, its commit, and which of its settings these are.
-        batch: Incoming images a step.
-        **changes: Switches that differ from the options' defaults.
     """
     return Preset(source, {"optimiser": "sgd", **changes}, batch)
 
 
 @dataclass(frozen=True)
 class BaselineOptions(ReplayOptions):
-    """Switches that all baselines have.
-
-    The defaults are the shared protocol of the MOSE comparison.
-    """
+    """Switches of all baselines; the defaults are the shared protocol of the MOSE comparison."""
 
     #: How the cross-entropy is averaged, see :data:`REPLAY_LOSSES`; some methods have a switch.
     replay_loss: ClassVar[str] = "two_means"
@@ -235,9 +225,7 @@ class ReplayLearner(Learner):
         return linear
 
     def projection_head(self, feature_size: int) -> nn.Module:
-        """The layer that maps features to the projections of a contrastive loss; None for methods
-        without such a loss.
-        """
+        """The layer from features to the projections of a contrastive loss; by default none."""
         return nn.Identity()
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:

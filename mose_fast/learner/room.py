@@ -57,16 +57,7 @@ def least_bytes(config: RunConfig, image_size: tuple[int, int], classes: int) ->
 
 
 def check_room(config: RunConfig, image_size: tuple[int, int], classes: int) -> None:
-    """Refuses a learner that cannot fit into the free memory of its device.
-
-    Args:
-        config: The run's settings.
-        image_size: (H, W) of the images.
-        classes: Number of classes of the stream.
-
-    Raises:
-        ConfigError: It needs more; the message says how much is needed and how much is free.
-    """
+    """Raises ConfigError for a learner that cannot fit into the free memory of its device."""
     least = least_bytes(config, image_size, classes)
     if sum(least) <= _ALWAYS:
         return

@@ -129,9 +129,7 @@ class RotatedLearner(ReplayLearner):
         return values[: count * rows].unflatten(0, (count, rows))[:, first:last].flatten(0, 1)
 
     def rotated_labels(self, labels: Tensor) -> Tensor:
-        """The labels of every rotation of rows, one rotation after the other: y + K b for rotation
-        b.
-        """
+        """Labels of every rotation of rows, one after the other: y + K b for rotation b."""
         blocks = torch.arange(self.config.options.rotations, device=labels.device)
         return (labels + self.classes * blocks[:, None]).flatten()
 

@@ -19,9 +19,7 @@ __all__ = ["Outputs", "Teacher"]
 
 
 class Outputs(NamedTuple):
-    """A network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
-    ``projections`` [V, P].
-    """
+    """Outputs for V views: ``logits`` [V, K], ``features`` [V, D], ``projections`` [V, P]."""
 
     logits: Tensor
     features: Tensor

@@ -28,9 +28,7 @@ __all__ = ["Agem", "AgemOptions"]
 
 @dataclass(frozen=True)
 class AgemOptions(BaselineOptions):
-    """Switches of A-GEM. ``buffer_batch`` is the reference batch; incoming and reference rows
-    always pass the network separately.
-    """
+    """Switches of A-GEM; the reference batch of ``buffer_batch`` passes the network by itself."""
 
     replay_from: str = BaselineOptions.again(
         "replay_from",
@@ -64,9 +62,7 @@ class AgemOptions(BaselineOptions):
     cost=1.0,
 )
 class Agem(ReplayLearner):
-    """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a
-    batch from memory.
-    """
+    """A-GEM: removes from each gradient what would increase the loss on a batch from memory."""
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning",

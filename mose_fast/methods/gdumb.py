@@ -31,10 +31,7 @@ _LARGEST_NORM = 10.0
 
 @dataclass(frozen=True)
 class GdumbOptions(MethodOptions):
-    """Switches of GDumb.
-
-    It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10.
-    """
+    """Switches of GDumb, which has its own SGD: momentum 0.9, gradients of at most norm 10."""
 
     memory_policy: ClassVar[str] = "balanced"
 

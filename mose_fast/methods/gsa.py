@@ -122,9 +122,7 @@ class Gsa(ReplayLearner):
         return {**masks, "weighted": weighted, "copies": 0}
 
     def make_views(self, rows: Rows) -> Tensor:
-        """float32 [V, 3, H, W]: of each of :func:`two_sets`, an augmented view of every row, then
-        one of every row mirrored.
-        """
+        """float32 [V, 3, H, W]: augmented views of each of :func:`two_sets`, then mirrored ones."""
         images = [part for one in two_sets(rows, rows.images) for part in (one, one.flip(2) if self.mirrored else one)]
         return super().make_views(rows._replace(images=torch.cat(images)))
 
@@ -144,9 +142,7 @@ class Gsa(ReplayLearner):
         return terms
 
     def weighted_logits(self, outputs: Outputs, rows: Inputs) -> Tensor:
-        """The weighted set's logits, float32 at least, [V, K]; -inf for classes that have not
-        come.
-        """
+        """The weighted set's logits, float32 at least, [V, K]; -inf for classes not come yet."""
         logits = outputs.logits[self.view_sizes(rows)[0] :]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.masked_fill(~rows.extras["known"], -torch.inf)

@@ -104,9 +104,7 @@ class Gss(ReplayLearner):
         return incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Scores the batch by the network after its step, in evaluation mode and on images as they
-        are, and offers it to the memory.
-        """
+        """Scores the batch by the network after its step, and offers it to the memory."""
         o, memory = self.config.options, self.memory
         if not memory.filled:
             return memory.offer(x, y, self.task, index, torch.full((len(y),), _FIRST_SCORE, device=self.device))

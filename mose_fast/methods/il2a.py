@@ -196,9 +196,7 @@ class Il2a(ExemplarLearner):
         return terms
 
     def on_task_end(self) -> None:
-        """Mean and covariance of the features of each class of the task; a new head for the mixed
-        classes of the next one.
-        """
+        """Notes each class's mean and covariance; resets the head for mixed classes."""
         for label, *statistics in class_statistics(self.features_of_task(), self.memory.buffer.labels):
             self.means[label], self.covariances[label] = statistics
         super().on_task_end()

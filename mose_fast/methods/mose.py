@@ -40,9 +40,7 @@ _PARTS = ("contrastive", "cross_entropy", "distillation")
 @documented
 @dataclass(frozen=True)
 class MoseOptions(ReplayOptions):
-    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
-    :data:`MOSE_PRESETS`.
-    """
+    """Every switch of MOSE; defaults: preset ``released``; paper: :data:`MOSE_PRESETS`."""
 
     # The network
     experts: int = knob(
@@ -348,9 +346,7 @@ class Mose(Learner):
         return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.data.sequence)
 
     def rehearsal(self, slots: Tensor) -> StepPlan:
-        """A step on memory slots: they are the buffer set, with one cross-entropy over all
-        classes.
-        """
+        """A step on memory slots: the buffer set, with one cross-entropy over all classes."""
         images, labels = self.memory.images[slots], self.memory.labels[slots]
         return StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.data.sequence)
 
@@ -396,9 +392,7 @@ class Mose(Learner):
         return StepRows(images, self.views.inputs(images, sizes, self.config.seed, plan.sequence), targets)
 
     def make_views(self, plan: StepPlan, rows: int | None = None) -> Tensor:
-        """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs`
-        was asked for.
-        """
+        """A step's views, float32 [V, 3, H, W], of the rows that :meth:`step_inputs` wants."""
         return self.views.views(plan.images, plan.sizes, self.config.seed, plan.sequence, rows)
 
     def padded_rows(self, plan: StepPlan) -> int | None:

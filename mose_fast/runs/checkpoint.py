@@ -30,9 +30,7 @@ class CheckpointError(RunError):
 
 
 class _Place(NamedTuple):
-    """A tensor's place in a :class:`Snapshot`: which flat tensor, from which element on, and with
-    which strides.
-    """
+    """A tensor's place in a :class:`Snapshot`: flat tensor, first element, shape, strides."""
 
     flat: int
     start: int
@@ -91,10 +89,7 @@ class Snapshot:
             self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
 
     def not_finite(self) -> str | None:
-        """The name of a tensor that contains NaN or infinity; None if none does.
-
-        On a GPU, the host waits for the answer.
-        """
+        """The name of a tensor with NaN or infinity, None if there is none; waits for a GPU."""
         # A NaN makes both NaN. Unlike isfinite, this needs no memory for a flag per element.
         extremes = [
             torch.stack(torch.aminmax(flat)) for flat in self.flats if flat.is_floating_point() and flat.numel()
@@ -177,20 +172,13 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._save, step, snapshot, values, copied)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is written.
-
-        Raises:
-            RunError: It could not be written.
-        """
+        """Waits until the last checkpoint is written; RunError if it could not be."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Waits for the thread and ends it.
-
-        An error since the last call is not raised, because the run has ended by then.
-        """
+        """Ends the thread; its last error is not raised, because the run has ended by then."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -202,11 +190,9 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: returns tensors on the CPU, and values.
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values; CheckpointError if
+    the file is missing, damaged, foreign, or of a newer format.
 
-    Raises:
-        CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a
-            newer format.
     """
     older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
     instead = f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

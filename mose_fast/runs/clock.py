@@ -126,9 +126,7 @@ def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[f
 
 
 def process_start() -> float | None:
-    """The start of this process on the scale of :func:`time.perf_counter`, to 10 ms; None if the
-    system does not say.
-    """
+    """Start of this process on :func:`time.perf_counter`'s scale, to 10 ms; None: unknown."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -23,8 +23,6 @@ def accuracy_figure(results: dict[str, Any]) -> bytes:
     expert and their mean, with one panel for each classifier. Without task boundaries, it is the
     accuracy on the classes seen against the images seen.
 
-    Args:
-        results: The results of :func:`mose_fast.runs.results.build_results`.
     """
     config = results["config"]
     kind = config["stream"]["kind"]

@@ -67,10 +67,7 @@ class Listener:
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        """A task, or a part of a stream without tasks, is over.
-
-        ``accuracy`` is None if it was not evaluated.
-        """
+        """A task, or a part of a stream without tasks, is over; ``accuracy`` None: not evaluated."""
 
     def on_end(self, results: dict[str, Any]) -> None:
         """The run is over; its files are written."""
@@ -181,9 +178,7 @@ class TensorBoard(Listener):
 
 
 def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """The whole events of a file, and where each ends in it: records of length, checksum, content
-    and checksum.
-    """
+    """The whole events of a file (length, checksum, content, checksum) and where each ends."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 

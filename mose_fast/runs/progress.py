@@ -35,15 +35,10 @@ _WIDE = 150
 
 
 class Progress(Listener):
-    """Shows a run: first its settings, then a progress bar with losses and a table after each task.
+    """Shows a run: first its settings, then a progress bar with losses and a table after each task;
+    without a terminal one line a task replaces the bar. ``started``: whether training has begun,
+    so that the run can be resumed.
 
-    If stderr is no terminal, one line a task replaces the bar.
-
-    Args:
-        out: The run's folder, which the heading names.
-
-    Attributes:
-        started: Whether training has begun, so that the run can be resumed.
     """
 
     def __init__(self, out: Path) -> None:

@@ -50,9 +50,7 @@ Matrices = dict[str, dict[str, list[list[float | None]]]]
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``results.json``: the file ``results.schema.json``, completed by the
-    declarations of the settings.
-    """
+    """The schema of ``results.json``: ``results.schema.json`` and the settings' own."""
     schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
     schema["required"] = list(schema["properties"])
     settings = settings_of(RunConfig)
@@ -286,8 +284,6 @@ class AccuracyTable:
     Each evaluation adds lines to every part. Those before it are neither formatted again nor kept,
     since there are millions in a run of hundreds of tasks: they are read back from the file.
 
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,11 +293,7 @@ class AccuracyTable:
         self._hash = b""
 
     def write(self, test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> None:
-        """Writes the file; arguments as for :func:`accuracy_csv`.
-
-        Raises:
-            RunError: It cannot be written; it is unchanged.
-        """
+        """Writes the file, as :func:`accuracy_csv`; RunError if it cannot be written."""
         before = self._read()
         pieces, position = [_HEAD.encode()], len(_HEAD)
         for classifier, experts in test.items():
@@ -338,9 +330,7 @@ def shown_experts(experts: Mapping[str, T], classifier: str, of_predict: tuple[s
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over images) and
-    forgetting.
-    """
+    """A table in percent: ACC (mean over tasks), sample ACC (mean over images), forgetting."""
     images = "validation" if results["config"]["evaluate_on"] == "validation" else "test"
 
     def percent(value: float | None) -> str:

@@ -176,12 +176,9 @@ def _hash(values: Any) -> str:
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of
-    its ``results.json``.
+    its ``results.json``; RunDamaged if a file is missing or unreadable, or files contradict each
+    other: configurations, accuracy matrices, ``accuracy.csv`` and metrics.
 
-    Raises:
-        RunDamaged: A file is missing or unreadable, or files contradict each other: ``config.json``
-            and the configuration in ``results.json``, or the accuracy matrices and ``accuracy.csv``
-            or the metrics.
     """
     files = RunFolder(folder)
 
@@ -289,11 +286,8 @@ class Store:
 
     def add(self, folder: str | Path) -> dict[str, Any]:
         """Adds the finished run in ``folder`` unless the table already holds the same result;
-        returns its row.
-
-        Raises:
-            RunDamaged: The folder holds no finished run, or a damaged one.
-            RunError: The table cannot be written, for example on a full disk; it stays as it was.
+        returns its row. RunDamaged if there is none or it is damaged; RunError if the table
+        cannot be written: it stays as it was.
         """
         row, _ = read_run(folder)
         row["folder"] = _relative(Path(folder), self.folder)

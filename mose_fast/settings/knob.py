@@ -45,9 +45,7 @@ __all__ = [
 
 
 class ConfigError(MoseFastError, ValueError):
-    """A setting has a value that the run cannot use; the message names the setting, the value and
-    what is wanted.
-    """
+    """A setting has an unusable value; the message names it, its value and what is wanted."""
 
 
 # Names of settings elsewhere, by which people look for ours.
@@ -149,13 +147,8 @@ def usable_path(value: str) -> bool:
 
 
 class Search(NamedTuple):
-    """The range of a number that ``mose-fast tune`` searches.
-
-    Attributes:
-        low: The least value.
-        high: The greatest value.
-        log: Whether it is searched on a logarithmic scale.
-        source: Where the range comes from; empty in a space that a user gives.
+    """The range of a number that ``mose-fast tune`` searches: least and greatest value, whether on
+    a logarithmic scale, and where it comes from (empty in a user's own space).
     """
 
     low: float
@@ -313,12 +306,11 @@ def knob(
     type: ``bool``, ``int``, ``float`` or ``str``.
 
     Args:
-        default: See :class:`Setting`.
-        doc: See :class:`Setting`.
-        source: See :class:`Setting`.
+        default, doc, source: See :class:`Setting`.
         choices: The values it may have; as a mapping, with what each of them means.
         compare: Whether configurations that differ in it are unequal.
         **rules: The other attributes of :class:`Setting`.
+
     """
     if choices is not None and not isinstance(choices, Mapping):
         choices = dict.fromkeys(choices, "")
@@ -327,16 +319,11 @@ def knob(
 
 
 def whole_number(name: str, value: Any, low: int | None = 1, **rules: Any) -> int | None:
-    """A whole number that is no setting, as an int.
+    """A whole number that is no setting, of any type that :func:`plain` knows, as an int.
 
-    Args:
-        name: Its name in messages.
-        value: The number, of any type that :func:`plain` knows.
-        low: The least that it may be; None: any.
-        **rules: Other attributes of :class:`Setting`.
+    ConfigError if it is no integer, below ``low`` (None: any) or against other attributes of
+    :class:`Setting` in ``rules``.
 
-    Raises:
-        ConfigError: It is no integer, or too small.
     """
     return Setting(name=name, kind="int", default=None, doc="", source="", low=low, **rules).check(value)
 

@@ -68,14 +68,12 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def read_table(path: Path, what: str) -> Any:
-    """The contents of a ``.toml`` or ``.json`` file.
+    """The contents of a ``.toml`` or ``.json`` file; ConfigError if it cannot be read.
 
     Args:
         path: The file.
         what: It is, for the message: ``the configuration``.
 
-    Raises:
-        ConfigError: It cannot be read or is no TOML or JSON; the message names it.
     """
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
@@ -343,11 +341,7 @@ class MethodSettings(NamedTuple):
     presets: Mapping[str, Mapping[str, Any]]
 
     def preset(self, name: str | None) -> str:
-        """The preset's name; None means the first.
-
-        Raises:
-            ConfigError: The method has no such preset.
-        """
+        """The preset's name, None: the first; ConfigError if the method has no such preset."""
         if name is None:
             return next(iter(self.presets))
         name = plain(name)
@@ -368,11 +362,7 @@ ENTRY_POINTS = "mose_fast.methods"
 
 
 def method_settings(name: str) -> MethodSettings:
-    """The settings of a method.
-
-    Raises:
-        ConfigError: There is no such method.
-    """
+    """The settings of a method; ConfigError if it is unknown."""
     name = plain(name)
     if isinstance(name, str) and usable_path(name):
         # By its name and late: methods need torch, and no other setting does.
@@ -581,10 +571,7 @@ class RunConfig(Declared):
 
     @classmethod
     def from_dict(cls, values: Mapping) -> RunConfig:
-        """The inverse of :meth:`to_dict`.
-
-        Fields that are missing take the preset's value, unknown ones are an error.
-        """
+        """The inverse of :meth:`to_dict`; missing fields take the preset's value."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a table of settings, not {type(values).__name__}")
         return cls.create(**values)

@@ -84,11 +84,7 @@ class CapturedSteps:
         return len(self._graphs)
 
     def __call__(self, inputs: tuple) -> dict[str, Tensor]:
-        """Takes a step; returns its losses by name, on the GPU.
-
-        Args:
-            inputs: The learner's ``inputs``.
-        """
+        """Takes the step of a learner's ``inputs``; returns its losses by name, on the GPU."""
         key = layout_of(inputs)
         known = self._graphs.get(key)
         if known is None and key in self._met and not self.obstacle:

@@ -13,12 +13,7 @@ __all__ = ["Feeder", "Views"]
 
 
 class Views(NamedTuple):
-    """Views that the feeder has made.
-
-    Attributes:
-        tensor: The views.
-        made: On a GPU, an event recorded after the work that makes them; None on the CPU.
-    """
+    """Views, and on a GPU an event recorded after the work that makes them; None on the CPU."""
 
     tensor: Tensor
     made: torch.cuda.Event | None
@@ -59,11 +54,8 @@ class Feeder:
         return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
-        """Returns the views, ready for use on the current stream. The host waits until the work
-        that makes them is launched; on the CPU, until they are made.
-
-        Raises:
-            BaseException: The error of the function that makes them.
+        """Returns the views, ready for use on the current stream, or raises what went wrong. The
+        host waits until the work that makes them is launched; on the CPU, until they are made.
         """
         tensor, made = views.result()
         if made is not None:

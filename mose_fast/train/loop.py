@@ -314,9 +314,7 @@ class Loop:
         return results
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
-        """Accuracies of the untrained network of the same seed with the same final memory, which
-        training must exceed.
-        """
+        """Accuracies of the untrained network with the same final memory: a lower bound."""
         # Not with create_learner, which may refuse for lack of memory; that must not happen at the
         # end of a run.
         untrained = type(self.learner)(

@@ -45,13 +45,9 @@ class _Unread(NamedTuple):
 
 
 class LossReader:
-    """Reads losses in the order of their steps.
+    """Reads losses in the order of their steps: at once, or, if a learner's losses are read late,
+    from copies to pinned memory while later steps are launched.
 
-    If a learner's losses are read late, they are copied to pinned memory while later steps are
-    launched. Otherwise they are read at once.
-
-    Args:
-        learner: The learner that takes the steps.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -79,11 +75,8 @@ class LossReader:
             )
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Yields each step once whose losses have arrived, the oldest first.
-
-        Args:
-            wait: Whether to wait for all losses. Otherwise this waits only if there is no room for
-                another step.
+        """Yields each step once whose losses have arrived, the oldest first. Without ``wait``, it
+        waits only if there is no room for another step.
         """
         while self._waiting:
             taken, names, values, arrived = self._waiting[0]

@@ -26,11 +26,9 @@ __all__ = ["Batch", "Pipeline", "incoming", "resident"]
 
 
 class Batch(NamedTuple):
-    """A batch of the stream that is not planned yet.
+    """A batch that is not planned yet: the run's position before it, which :class:`Taken` contains
+    again, and what :meth:`mose_fast.train.ring.Ring.put` takes.
 
-    Attributes:
-        position: The run's position before this batch; :class:`Taken` contains it again.
-        content: See :meth:`mose_fast.train.ring.Ring.put`.
     """
 
     position: dict[str, int]
@@ -67,16 +65,11 @@ class Pipeline:
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches in order, and yields each step once its losses have arrived.
+        """Learns from batches in order; yields each step once its losses have arrived, with these
+        by name, or None if nothing was trained.
 
         Steps are taken while the result is iterated. Only these batches are planned, so that no
         plan is left at the end.
-
-        Args:
-            batches: The batches, in order.
-
-        Yields:
-            A step that was taken, and its losses by name; None if the batch trained nothing.
         """
         self.ring.synchronise()
         coming = iter(batches)
@@ -114,10 +107,8 @@ class Pipeline:
         self._planned.clear()
 
     def undo(self, taken: Taken) -> bool:
-        """Undoes the step that was yielded last and everything after it.
-
-        Returns:
-            Whether the model is restored, too; see :meth:`mose_fast.methods.Prepared.undo`.
+        """Undoes the step that was yielded last and everything after it. Returns whether the model
+        is restored, too; see :meth:`mose_fast.methods.Prepared.undo`.
         """
         self.stop()
         for later in reversed(self.reader.drop()):
@@ -143,13 +134,9 @@ class Pipeline:
 def incoming(
     stream: Stream, task: int, batches: Sequence[Tensor], *, train: bool = True, store: bool = True
 ) -> list[Callable[[], dict[str, Any]]]:
-    """The contents of a stream's batches, in the form that :class:`Batch` takes.
+    """The contents of a stream's batches, in the form that :class:`Batch` takes: rows int64 on the
+    host; the images may be on a GPU. ``train``, ``store``: as :meth:`Learner.prepare` has them.
 
-    Args:
-        stream: The stream; its images may be on a GPU.
-        task: The task of the batches.
-        batches: Rows of each batch, int64 on the host.
-        train, store: The arguments of :meth:`mose_fast.methods.Learner.prepare`.
     """
     if not batches:
         return []

@@ -120,9 +120,7 @@ class Ring:
             return taken.undo()
 
     def synchronise(self) -> None:
-        """Makes the current stream wait for all preparations so far, and later preparations wait
-        for the current stream.
-        """
+        """Orders the current stream after all preparations so far, and later ones after it."""
         if self._stream is not None:
             torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)
             self._apart = False

@@ -35,12 +35,8 @@ STEPS = 5
 
 
 class Trained(NamedTuple):
-    """What the steps left.
-
-    Attributes:
-        losses: float64 [STEPS, 4].
-        change: float64 [P], the change of all weights.
-        obstacle: Why steps were not captured, where they should have been; else empty.
+    """What the steps left: ``losses`` float64 [STEPS, 4], ``change`` of all weights float64 [P],
+    and why steps were not captured where they should have been, else empty.
     """
 
     losses: Tensor

@@ -183,9 +183,7 @@ def _described(stream: Stream) -> dict[str, Any]:
 
 
 def _check_stream(config: RunConfig, stream: Stream) -> None:
-    """Refuses other data than the configuration's, and a stream of another kind or of other images
-    to evaluate on.
-    """
+    """Refuses other data than the configuration's, and another stream to evaluate on."""
     check_fingerprint(config.stream, stream)
     if config.evaluate_on != stream.split:
         raise StreamError(
