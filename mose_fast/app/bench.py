@@ -144,9 +144,7 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
-        """TFLOP/s of a row: the forward and backward pass of its views (three times the forward
-        pass's multiply-accumulates) divided by its time.
-        """
+        """TFLOP/s of a row: three forward passes of its views divided by its time."""
         return 0.0 if row.milliseconds is None else 6e-12 * self.macs * row.views / (row.milliseconds / 1e3)
 
     def text(self) -> str:

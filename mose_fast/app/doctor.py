@@ -35,13 +35,9 @@ _PIP_NAMES = {"sklearn": "scikit-learn"}
 
 
 class Finding(NamedTuple):
-    """One line of the report.
+    """One line of the report: ``ok``, ``--`` (missing but optional) or ``FAIL`` (missing and
+    required), what was looked for, what was found, and how to fix it, if need be.
 
-    Attributes:
-        mark: ``ok``; ``--`` if it is missing but optional; ``FAIL`` if it is missing and required.
-        thing: What was looked for.
-        found: What was found.
-        fix: How to fix it; empty if nothing needs to be done.
     """
 
     mark: str

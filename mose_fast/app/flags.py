@@ -89,14 +89,9 @@ def command(
     prints_result: bool = False,
     **how: Any,
 ) -> argparse.ArgumentParser:
-    """Adds a command.
+    """Adds a command, which ``act`` carries out and which returns the exit code. ``prints_result``:
+    what it prints is its result, which no file has. ``how``: arguments of the parser.
 
-    Args:
-        commands: All commands.
-        name: Its name.
-        act: Carries it out; returns the exit code.
-        prints_result: Whether what it prints is its result, which no file has.
-        **how: Arguments of the parser.
     """
     made = commands.add_parser(name, allow_abbrev=False, **how)
     made.set_defaults(act=act, prints_result=prints_result)

@@ -11,13 +11,8 @@ __all__ = ["About", "Preset"]
 
 @dataclass(frozen=True)
 class Preset:
-    """A named set of values for a method's options, and the protocol that it is meant for.
-
-    Attributes:
-        source: Source of the values in ``changes``.
-        changes: Values that differ from the options' defaults.
-        batch: Incoming images a step.
-        epochs: Passes over each task.
+    """A named set of values for a method's options: their source, what differs from the defaults,
+    and the protocol that it is meant for: incoming images a step, and passes over each task.
     """
 
     source: str

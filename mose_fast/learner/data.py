@@ -213,9 +213,7 @@ class DataPlane:
             yield DataRecord(values, sequence, memory, kept)
 
     def undo(self, record: DataRecord) -> None:
-        """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were
-        planned earlier do not change.
-        """
+        """Undoes a batch, its step counted as not taken; undo the newest first."""
         steps = min(self.steps, record.sequence)
         self._set(record.values | {"steps": steps})
         self.ahead = record.sequence - steps

@@ -70,24 +70,16 @@ class ExemplarOptions(BaselineOptions):
 
 
 def log_softmax_within(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
-    """The log of the softmax over the classes of a mask.
-
-    Args:
-        logits: [N, K].
-        classes: bool [K], at least one of them True.
-        temperature: What logits are divided by.
-
-    Returns:
-        [N, K]; 0 for classes outside the mask.
+    """The log of the softmax of logits [N, K] / ``temperature`` over the classes of a mask bool
+    [K], which must not be empty: [N, K], 0 for classes outside it.
     """
     logits = (logits / temperature).masked_fill(~classes, -torch.inf)
     return logits.log_softmax(1).masked_fill(~classes, 0)
 
 
 class ExemplarLearner(ReplayLearner):
-    """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode.
-
-    When a task ends, its exemplars are chosen, then the teacher is taken.
+    """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode. When
+    a task ends, its exemplars are chosen, then the teacher is taken.
     """
 
     teacher_mode: ClassVar[str | None] = "eval"

@@ -25,9 +25,9 @@ def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
-    """Sets the parameters' ``grad`` from one vector [n]: what an optimiser's step then uses.
+    """Sets the parameters' ``grad`` from one vector [n], each in its parameter's memory format, as
+    PyTorch's fused optimisers demand.
 
-    Each has its parameter's memory format, as PyTorch's fused optimisers demand.
     """
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))

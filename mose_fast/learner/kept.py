@@ -136,16 +136,10 @@ def survives_json(value: Any) -> bool:
 def unsaved(
     attributes: Mapping[str, Any], saved: Collection[Tensor], known: Iterable[Any] = ()
 ) -> tuple[str, str] | None:
-    """The first of some attributes that holds numbers of its own which are not among those saved.
+    """The first of some attributes that holds numbers of its own which are not in ``saved``: where,
+    for example ``history[2]``, and what; None: there is none. Looked into are modules, containers
+    and objects of classes that are not the standard library's, but for those ``known``.
 
-    Args:
-        attributes: Values by name; looked into are modules, containers and objects of classes that
-            are not the standard library's.
-        saved: The tensors of the state.
-        known: Objects not to look into.
-
-    Returns:
-        Where it is, for example ``centres`` or ``history[2]``, and what it is; None: there is none.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
     waiting, met = [*attributes.items()][::-1], set(map(id, known))

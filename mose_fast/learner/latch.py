@@ -17,15 +17,9 @@ _ALIGNMENT = 256
 
 
 class RunningStatistics:
-    """All buffers of a network as views of one piece of memory, so that a step can be undone for
-    all of them by one copy before it and one after it.
-
-    Args:
-        network: The network; views with equal values replace its buffers. Moving it to another
-            device or dtype later undoes that.
-
-    Attributes:
-        memory: int64, the memory of all buffers.
+    """All buffers of a network as views of one piece of ``memory``, int64, so that a step can be
+    undone for all of them by one copy before it and one after it. Moving the network to another
+    device or dtype later undoes that.
     """
 
     def __init__(self, network: nn.Module) -> None:

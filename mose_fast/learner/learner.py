@@ -316,9 +316,7 @@ class Learner(Planner):
         return classifier, expert
 
     def costs(self) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates per image, of the network in training and of the part
-        that :meth:`predict` needs by default.
-        """
+        """Parameters and multiply-accumulates an image, in training and for :meth:`predict`."""
         return self.model.costs(self.image_size, deepest=self.resolve_expert() == ("ncm", str(self.network.experts)))
 
     # State

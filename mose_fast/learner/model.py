@@ -148,15 +148,9 @@ class Model:
             self._weight = 1.0
 
     def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
-        """Takes one optimiser step on a loss, unless it or an earlier one is not finite.
-
-        Args:
-            loss: The loss, a scalar.
-            backward: A function that fills the gradients of :attr:`leaves`; None: the loss's
-                gradients.
-
-        Returns:
-            The loss that :meth:`Latch.reported` returns.
+        """Takes one optimiser step on a scalar loss, unless it or an earlier one is not finite;
+        returns the loss that :meth:`Latch.reported` returns. ``backward`` fills the gradients of
+        :attr:`leaves` in place of the loss's own backward pass.
         """
         if self.latch.admits(loss):
             self.optimiser.zero_grad(set_to_none=True)
@@ -189,15 +183,10 @@ class Model:
 
     @contextmanager
     def renewed(self, rows: Tensor, values: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
-        """A context of one step, before which rows of some parameters start anew, with zero
-        moments. If the step is not taken, all is as before.
-
-        The host asks the device for nothing, so this can be part of a captured graph.
-
-        Args:
-            rows: bool [K], the rows that start anew.
-            values: What they start from, for each parameter a tensor of its shape, [K, ...]; None:
-                :attr:`first_rows`.
+        """A context of one step, before which ``rows``, bool [K], of some parameters start anew
+        from ``values`` [K, ...], or :attr:`first_rows`, with zero moments. If the step is not
+        taken, all is as before. The host asks the device for nothing, so it can be part of a
+        captured graph.
         """
         before = []
         with torch.no_grad():
@@ -226,12 +215,8 @@ class Model:
             self.optimiser.refresh_shadows()
 
     def costs(self, image_size: tuple[int, int], *, deepest: bool) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates an image of the network in training, and deployed.
-
-        Args:
-            image_size: (H, W).
-            deepest: Whether the deployed part needs only the deepest expert's feature; else it
-                needs all logits.
+        """Parameters and multiply-accumulates an image (H, W) of the network in training, and of
+        what is deployed: the ``deepest`` expert's feature alone, or all logits.
         """
         network = copy.deepcopy(self.network)
         # Modules are what is counted, so each must run.

@@ -16,12 +16,9 @@ __all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCom
 
 
 class ViewsToCome(NamedTuple):
-    """Inputs of a step whose views may be made on another thread before the step.
-
-    Attributes:
-        make: Gives the views. It reads nothing but the plan and what never changes.
-        kind: Makes of views and ``targets`` the inputs as ``train_on`` wants them.
-        targets: What the step reads beside its views, a tuple.
+    """Inputs of a step whose views may be made on another thread, by ``make``, which reads nothing
+    but the plan and what never changes. ``kind`` makes of views and ``targets``, a tuple of what
+    the step reads beside them, the inputs as ``train_on`` wants them.
     """
 
     make: Callable[[], Tensor]
@@ -62,12 +59,8 @@ class PlannedStep:
 
 @dataclass(eq=False)
 class Prepared(ABC):
-    """A batch that a learner was given and whose step is still to be taken.
-
-    Attributes:
-        learner: The learner.
-        before: Its data plane before the batch came.
-        steps: Its planned steps, in order.
+    """A batch that a learner was given and whose planned steps are still to be taken; ``before``:
+    the learner's data plane before it came.
     """
 
     learner: Taker
@@ -136,11 +129,8 @@ class WholeBatch(Prepared):
 
 @dataclass(eq=False)
 class StoredBatch(Prepared):
-    """A batch that trains nothing.
-
-    Attributes:
-        x: Its images.
-        slots: Where they were stored, from the learner's ``store``; None if they were not offered.
+    """A batch of images ``x`` that trains nothing; ``slots``: where the learner's ``store`` put
+    them, None if they were not offered.
     """
 
     x: Tensor

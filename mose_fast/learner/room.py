@@ -24,14 +24,9 @@ _BYTES_BESIDE_AN_IMAGE = 24
 
 
 class LeastBytes(NamedTuple):
-    """The bytes that a learner needs at least.
-
-    Attributes:
-        memory: For its replay memory.
-        network: For its network with gradients and moments.
-        views: For what a step keeps of its views for their gradients; 0 for methods whose views are
-            few.
-        statistics: For what it keeps of each class; 0 for most methods.
+    """The bytes that a learner needs at least: for its replay memory, its network with gradients
+    and moments, what a step keeps of its views for gradients (0: few), and statistics of classes
+    (0: few).
     """
 
     memory: int

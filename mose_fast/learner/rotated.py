@@ -114,9 +114,7 @@ class RotatedLearner(ReplayLearner):
         return {"offsets": uniform_below32(words[0], places)}
 
     def view_parts(self, rows: Rows, contrasted: int, *others: Tensor) -> list[Tensor]:
-        """Fixed views of the first ``contrasted`` rows, the same augmented, and an augmented view
-        of each of ``others``, sets of images.
-        """
+        """Fixed views of the ``contrasted`` first rows; augmented ones of these and ``others``."""
         rotated = rotations(rows.images[:contrasted], self.config.options.rotations)
         views = super().make_views(rows._replace(images=torch.cat([rotated, *others])))
         return [self.views.normalise(rotated), *views.split([len(rotated), *map(len, others)])]

@@ -125,13 +125,9 @@ class Ccil(ExemplarLearner):
 
 def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature: float) -> Tensor:
     """T^2 times the mean of q log(q / p) over rows *and old classes*, with the softmaxes q and p
-    over old classes of the teacher's and the student's logits divided by T: KL(q || p) divided by
-    the number of old classes.
+    over old classes, bool [K], of the teacher's and the student's logits [N, K] divided by T: KL(q
+    || p) divided by the number of old classes.
 
-    Args:
-        student, teacher: Logits [N, K].
-        old: bool [K].
-        temperature: T.
     """
     q, p = (log_softmax_within(logits, old, temperature) for logits in (teacher, student))
     return temperature**2 * (q.exp() * (q - p)).sum(1).mean() / old.sum()

@@ -249,7 +249,7 @@ def relation_distillation(projections: Tensor, taught: Tensor, temperature: floa
 
 
 def learning_rate(step: int, steps: int, options: Co2lOptions) -> float:
-    """The learning rate of a step of a task, counted from 1, by ``lr``, ``schedule``, ``warm_up``."""
+    """The learning rate of a task's step, counted from 1, by ``lr``, ``schedule``, ``warm_up``."""
 
     def scheduled(share: float) -> float:
         if options.schedule == "constant":

@@ -120,17 +120,12 @@ class Gss(ReplayLearner):
         return memory.offer(x, y, self.task, index, scores)
 
     def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
+        """Gradients of the mean cross-entropy of G batches, images uint8 [G, n, H, W, 3] and labels
+        int64 [G, n], in float32 and evaluation mode: [G, ...] for every parameter, by name.
 
         Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into
         native code.
 
-        Args:
-            x: uint8 [G, n, H, W, 3], raw images of G batches.
-            y: int64 [G, n].
-
-        Returns:
-            [G, ...] for every parameter, by name.
         """
         self.network.eval()
         parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
@@ -144,14 +139,9 @@ class Gss(ReplayLearner):
 
 
 def cosine_similarity(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
-    """Cosines between gradients over all parameters; no gradient is copied into one vector.
+    """Cosines float32 [G, H] between gradients [G, ...] and [H, ...] over all parameters by name, 0
+    where a gradient is 0; no gradient is copied into one vector.
 
-    Args:
-        a: [G, ...] for every parameter, by name.
-        b: [H, ...] for every parameter, by name.
-
-    Returns:
-        float32 [G, H] in [-1, 1]; 0 where a gradient is 0.
     """
     products = sum(a[name].flatten(1) @ b[name].flatten(1).T for name in a)
     norms = [torch.stack([part.flatten(1).square().sum(1) for part in g.values()]).sum(0).sqrt() for g in (a, b)]

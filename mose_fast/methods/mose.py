@@ -248,12 +248,9 @@ class Targets(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The inputs of a step that makes its views itself.
+    """The inputs of a step that makes its views itself: images uint8 [R, H, W, 3], of which those
+    beyond the plan's are padding, and what decides the views; those of padding come last.
 
-    Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
-        views: What decides the views; those of padding come last.
-        targets: See :class:`Targets`.
     """
 
     images: Tensor
@@ -262,12 +259,7 @@ class StepRows(NamedTuple):
 
 
 class StepViews(NamedTuple):
-    """The inputs of a step whose views were made before.
-
-    Attributes:
-        views: float32 [V, 3, H, W].
-        targets: See :class:`Targets`.
-    """
+    """The inputs of a step whose views, float32 [V, 3, H, W], were made before."""
 
     views: Tensor
     targets: Targets

@@ -122,16 +122,12 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> Path:
-    """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
-
-    Args:
-        folder: Folder of the checkpoints.
-        step: A number that grows from checkpoint to checkpoint and orders the files.
-        tensors: Tensors by name, on the host.
-        values: Plain values that JSON can hold.
+    """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two. ``step``
+    orders the files; tensors are on the host; values are what JSON can hold.
 
     Raises:
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
+
     """
     path = folder / f"step-{step:09d}.safetensors"
     write_atomically(path, state_file(_KIND, FORMAT, tensors, values), resume_advice(folder.parent))
@@ -141,14 +137,9 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after the other; on a GPU, while the run continues.
+    """Writes checkpoints one after the other: on a GPU while the run continues, on a thread and a
+    stream of its own, whose error the next call raises.
 
-    On a GPU, a thread copies the snapshot to the host and writes the file, on a stream of its own.
-    The next call raises any error of that thread.
-
-    Args:
-        folder: Folder of the checkpoints.
-        device: The run's device.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

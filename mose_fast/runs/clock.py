@@ -19,18 +19,12 @@ PHASES = ("train", "evaluate", "checkpoint", "capture")
 
 
 class Clock:
-    """Wall-clock seconds of a run, by phase and in all.
+    """Wall-clock ``seconds`` of a run, by phase, and in all ``since`` the start of the ``process``
+    (``whole_process``, where the system tells it) or of the ``call``.
 
     Time in no phase (imports, loading and uploading data, listeners, files) is ``other``. A resumed
     run adds to the times of its checkpoint; the time of lost work is not counted.
 
-    Args:
-        whole_process: Count from the start of this process, not from now. If the system does not
-            say when it started, count from now.
-
-    Attributes:
-        seconds: Seconds of each phase.
-        since: What the total is counted from: ``process`` or ``call``.
     """
 
     def __init__(self, *, whole_process: bool = False) -> None:
@@ -87,12 +81,8 @@ class Clock:
 
 class Stopwatch:
     """Measures seconds between marks: on a GPU with events in the current stream, which do not
-    interrupt it; else with the host's clock.
+    interrupt it, without gaps if the host launches fast enough; else with the host's clock.
 
-    On a GPU, the marked work runs without gaps as long as the host launches it fast enough.
-
-    Args:
-        device: The device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:

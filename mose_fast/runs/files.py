@@ -50,14 +50,11 @@ def write_atomically(
     advice: str = "Free some space or choose another --out, then run the same command again",
 ) -> None:
     """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
-
-    Args:
-        path: The file.
-        content: A text is made :func:`mose_fast.output.readable`.
-        advice: What to do where it cannot be written, for the message.
+    A text is made :func:`mose_fast.output.readable`.
 
     Raises:
-        RunError: The disk is full or the folder unwritable; ``path`` is unchanged.
+        RunError: The disk is full or the folder unwritable; ``path`` is unchanged. The message ends
+            with ``advice``.
     """
     if isinstance(content, str):
         content = readable(content).encode()
@@ -147,15 +144,12 @@ class RunFolder:
             raise RunError(f"the run in {self.path} is finished; its results are in {self.results}")
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder ready for a new run, whose configuration the caller writes next. The
-        caller holds the folder's lock.
-
-        Args:
-            overwrite: Delete what an earlier run left here; all other files stay.
+        """Makes the folder ready for a new run, whose configuration the caller writes next, with
+        its lock held. ``overwrite`` deletes what an earlier run left; all other files stay.
 
         Raises:
-            RunError: The folder is in use and ``overwrite`` is False, holds files with a run's
-                names that no run of ours wrote, or cannot be written.
+            RunError: The folder is in use without ``overwrite``, holds files with a run's names
+                that no run of ours wrote, or cannot be written.
         """
         try:
             if not overwrite and any(path not in self._begun() for path in self.path.iterdir()):

@@ -129,14 +129,13 @@ def accuracy_table(
     test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str], what: str = "task"
 ) -> str:
     """A table of the accuracies after a task in percent, with a row for each classifier and expert,
-    at most 100 columns wide.
+    at most 100 columns wide; that of ``main``, which ``predict()`` uses, is marked.
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
-        task: The task just learned, from 0; the table counts tasks from 1.
-        tasks: Number of tasks of the stream.
-        main: Classifier and expert that ``predict()`` uses; their row is marked.
+        task: The task just learned, from 0; the table counts its ``tasks`` from 1.
         what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
+
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"

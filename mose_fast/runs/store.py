@@ -269,13 +269,11 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
 
 
 class Store:
-    """The table of one folder, which runs can be added to.
-
-    Args:
-        folder: The sweep's folder. The table is ``runs.sqlite`` in it, and is created if missing.
+    """The table ``runs.sqlite`` of a sweep's folder, created if missing; runs can be added to it.
 
     Raises:
         RunError: The file is no table of runs, has another format, or cannot be written.
+
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -312,15 +310,8 @@ class Store:
 
 
 def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Rebuilds the table of a folder from the run folders below it. The old table is replaced
-    atomically.
-
-    Args:
-        folder: A sweep's folder, or any folder above run folders.
-
-    Returns:
-        The table as :func:`read_store` returns it, and one line for each skipped folder with its
-        name and the reason.
+    """Rebuilds the table of a folder from the run folders below it, in place of the old one.
+    Returns it as :func:`read_store` does, and a line on each skipped folder with the reason.
 
     Raises:
         RunError: The folder does not exist, there is neither a run nor a table in it, its
@@ -370,14 +361,12 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
-    """Reads the table as a data frame with the columns :data:`COLUMNS`, ordered by folder. If a
-    folder appears twice, its newest row is used.
-
-    Args:
-        folder: The folder that holds ``runs.sqlite``, or that file.
+    """Reads the table of a folder, or that file, as a data frame with the columns :data:`COLUMNS`,
+    ordered by folder, with the newest row of each.
 
     Raises:
         RunError: There is no such table, or it is damaged or has another format.
+
     """
     # Imported here because it takes half a second, which a single run does not need.
     import pandas

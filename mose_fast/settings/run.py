@@ -333,9 +333,7 @@ class ReplayOptions(MethodOptions):
 
 
 class MethodSettings(NamedTuple):
-    """What a configuration must know of a method: the type of its options, and by preset what
-    differs from their defaults.
-    """
+    """A method's type of options, and by preset what differs from their defaults."""
 
     options: type[MethodOptions]
     presets: Mapping[str, Mapping[str, Any]]
@@ -611,9 +609,7 @@ class RunConfig(Declared):
 
 
 def _build(kind: type, values: Mapping, owner: str, others: Set[str] = frozenset()) -> Any:
-    """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near
-    matches, also among the names of ``others``.
-    """
+    """Constructs a dataclass; refuses unknown names, with near matches also among ``others``."""
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:

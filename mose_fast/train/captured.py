@@ -198,8 +198,8 @@ def _without_collector() -> Iterator[None]:
 
 
 def layout_of(inputs: tuple) -> Hashable:
-    """What must be equal for two steps to share a graph: names and order of all values, shapes and
-    dtypes of tensors, and all other values.
+    """What must be equal for two steps to share a graph: the structure, shapes and dtypes of
+    tensors, and all other values.
     """
     parts, structure = tree_flatten(inputs)
     return structure, *((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in parts)

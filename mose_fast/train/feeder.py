@@ -38,11 +38,9 @@ class Feeder:
         self._stream: torch.cuda.Stream | None = None
 
     def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
-        """Requests views. They are made after everything launched on the current stream so far.
+        """Requests views from ``make``, after everything launched on the current stream so far.
+        ``reads``: all tensors on a GPU that it reads, written on the current stream.
 
-        Args:
-            make: Returns the views; called on the feeder's thread and stream.
-            reads: All tensors on a GPU that ``make`` reads, written on the current stream.
         """
         if self._device.type != "cuda":
             return self._thread.submit(self._make, make, None)

@@ -53,12 +53,10 @@ class Loop:
     """A run in progress. Its state is the learner, ``position`` and ``records``.
 
     Args:
-        config: The run's settings.
-        stream: The run's stream.
+        config, stream, clock: The run's.
         learner: The learner; untrained, or about to be restored.
         folder: Folder for results and checkpoints; None writes nothing.
-        listeners: Listeners, which are notified of every step, task and evaluation.
-        clock: The run's clock.
+        listeners: They are notified of every step, task and evaluation.
 
     Attributes:
         position: The next batch: ``task`` (the part of the stream), epoch and number within the
@@ -66,6 +64,13 @@ class Loop:
             training on the final memory is one more.
         records: The results of all evaluations so far, how often the run was resumed, how many
             steps were replayed, and how many captures were tried once more.
+            ``test`` and ``buffer``: accuracies on test images and on memory samples (None for a
+            task without) by classifier and expert, a row for each of ``evaluated_after``, the parts
+            of the stream with an evaluation. ``confusion``: test images by task and predicted task
+            after the last; ``confusion_by_class``: likewise, without zeros. ``anytime``: the curve
+            of the accuracy at any time, lists with an entry for each evaluation, or None.
+            ``evaluation_points``: without task boundaries, the images and classes that had come at
+            each; else None.
     """
 
     def __init__(
@@ -304,7 +309,7 @@ class Loop:
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
-            self.config, self.stream, self.learner, self.identity, **self.records, untrained=untrained, clock=self.clock
+            self.config, self.stream, self.learner, self.identity, self.records, untrained, self.clock
         )
         if self.folder is not None:
             self.folder.write(self.folder.figure, accuracy_figure(results))

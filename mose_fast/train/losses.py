@@ -22,13 +22,9 @@ _WIDTH = 16
 
 
 class Taken(NamedTuple):
-    """A step that was taken.
+    """A step that was taken: its batch, the run's position before it, how many steps of the batch
+    were replayed from a graph, and how many captures on the way were tried once more.
 
-    Attributes:
-        prepared: Its batch.
-        position: The run's position before the step.
-        replayed: Number of steps of the batch that were replayed from a graph.
-        retries: Number of captures on the way that were tried once more.
     """
 
     prepared: Prepared

@@ -36,21 +36,12 @@ class Batch(NamedTuple):
 
 
 class Pipeline:
-    """Takes the steps of a learner with a ring of planned batches, captured steps if the method
-    supports them, a reader of losses and a clock.
+    """Takes the steps of a learner with a ``ring`` of planned batches, ``captured`` steps if its
+    losses are read late (else None), a ``reader`` of losses and a clock.
 
     On a GPU, all calls must have the same current stream, which must not be the default one; see
-    :func:`mose_fast.device.own_stream`.
+    :func:`mose_fast.device.own_stream`. The phases of ``clock`` are ``train`` and ``capture``.
 
-    Args:
-        learner: The learner.
-        clock: The clock that counts the phases ``train`` and ``capture``; None creates one.
-
-    Attributes:
-        captured: Takes the steps if the learner is on a GPU and its losses are read late; else
-            None.
-        ring: Plans batches ahead.
-        reader: Reads losses.
     """
 
     def __init__(self, learner: Learner, clock: Clock | None = None) -> None:

@@ -65,12 +65,9 @@ class Ring:
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
     def put(self, batch: Callable[[], dict[str, Any]] | Tensor) -> None:
-        """Prepares a batch.
+        """Prepares a batch: the result of a function, called on the ring's stream, of the arguments
+        of :meth:`mose_fast.methods.Learner.prepare`; or slots to rehearse, int64 [n].
 
-        Args:
-            batch: A function that returns the arguments of
-                :meth:`mose_fast.methods.Learner.prepare` and is called on the ring's stream; or
-                slots of the final memory to rehearse, int64 [n].
         """
         with self._on_stream():
             if isinstance(batch, Tensor):

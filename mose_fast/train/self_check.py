@@ -47,15 +47,10 @@ class Trained(NamedTuple):
 def train(
     device: str, *, small: bool, seed: int = 0, captured: bool = False, gates: bool = True, **settings: Any
 ) -> Trained:
-    """Takes :data:`STEPS` steps of a tiny MOSE on random images.
+    """Takes :data:`STEPS` steps of a tiny MOSE on random images; ``small``: of a size that an
+    emulated GPU computes in a second; ``seed``: of weights, images and draws; ``gates``: with
+    attention gates; ``settings``: of :class:`RunConfig`.
 
-    Args:
-        device: Where.
-        small: Of a size that an emulated GPU computes in a second.
-        seed: Of weights, images and draws.
-        captured: Whether to capture the steps.
-        gates: Whether the network has attention gates.
-        **settings: Of :class:`RunConfig`.
     """
     batch, side = (2, 8) if small else (10, 16)
     config = RunConfig.create(

@@ -214,9 +214,7 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
-    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so
-    that nothing need be forgotten.
-    """
+    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream."""
     images = sum(map(stream.count_images, range(stream.parts)))
     if config.memory < 2 * stream.classes:
         text = (
