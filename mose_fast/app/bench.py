@@ -90,7 +90,6 @@ class Ceilings(NamedTuple):
 class Variant(NamedTuple):
     """One way to train: the settings it has, whether ``torch.compile`` compiles the network, and
     whether the step is measured in the loop or alone, on prepared inputs.
-
     """
 
     name: str
@@ -242,7 +241,6 @@ def variants(device: torch.device) -> list[Variant]:
 def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) -> Stream:
     """A stream of random 32x32 images in two tasks with half of the classes each, the first just
     large enough to replay from; ``images`` are those of the second, ``tests`` of both.
-
     """
     random = torch.Generator().manual_seed(0)
     half = classes // 2
@@ -346,7 +344,6 @@ def back_to_back(
     """Seconds of each of ``calls`` calls, or as many as fit in ``seconds``, after a warm-up.
 
     On a GPU the host only launches them, in the current stream; they should not wait for it.
-
     """
     warm = laps(device, call, 3 if calls is None else 1)
     if calls is None:
@@ -447,7 +444,6 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
     Returns:
         Views of a step; seconds a step, each a mean over up to ten steps, from the arrival of
         losses to that of later losses. RuntimeError if steps should be captured and could not be.
-
     """
     learner = _learner(config, stream)
     stream = resident(stream, learner.device)

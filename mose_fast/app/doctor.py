@@ -37,7 +37,6 @@ _PIP_NAMES = {"sklearn": "scikit-learn"}
 class Finding(NamedTuple):
     """One line of the report: ``ok``, ``--`` (missing but optional) or ``FAIL`` (missing and
     required), what was looked for, what was found, and how to fix it, if need be.
-
     """
 
     mark: str
@@ -49,7 +48,6 @@ class Finding(NamedTuple):
 def diagnose(data_dir: str | None = None) -> list[Finding]:
     """Checks Python, packages, CUDA, compilers, GPUs, the native library and the data sets, in
     ``data_dir`` or the default folder.
-
     """
     used = [_precision(), _feed()]
     native = [_native(), *map(_verdict, _kinds())]

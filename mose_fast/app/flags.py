@@ -91,7 +91,6 @@ def command(
 ) -> argparse.ArgumentParser:
     """Adds a command, which ``act`` carries out and which returns the exit code. ``prints_result``:
     what it prints is its result, which no file has. ``how``: arguments of the parser.
-
     """
     made = commands.add_parser(name, allow_abbrev=False, **how)
     made.set_defaults(act=act, prints_result=prints_result)

@@ -85,7 +85,6 @@ def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tens
 class DataRecord(NamedTuple):
     """The data plane before a batch: its plain values, the number of the step to be planned next,
     what undoes the changes of the memory, and copies of the tensors that plans write.
-
     """
 
     values: dict[str, Any]

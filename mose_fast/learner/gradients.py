@@ -18,7 +18,6 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
 def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
     """The gradient of a loss as one vector, float32 [n], 0 where the loss does not depend on a
     parameter; the parameters' ``grad`` stays as it is.
-
     """
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return flatten(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))
@@ -27,7 +26,6 @@ def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
 def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
     """Sets the parameters' ``grad`` from one vector [n], each in its parameter's memory format, as
     PyTorch's fused optimisers demand.
-
     """
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))

@@ -139,7 +139,6 @@ def unsaved(
     """The first of some attributes that holds numbers of its own which are not in ``saved``: where,
     for example ``history[2]``, and what; None: there is none. Looked into are modules, containers
     and objects of classes that are not the standard library's, but for those ``known``.
-
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
     waiting, met = [*attributes.items()][::-1], set(map(id, known))

@@ -26,7 +26,6 @@ def padded_size(images: int, batch: int) -> int:
     """The size that images are padded to: ``batch``, or its smallest repeated half that is enough.
 
     On a GPU, cuDNN searches plans for each new batch size; padding leaves only a few.
-
     """
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
@@ -249,7 +248,6 @@ class Model:
     def load(self, tensors: dict[str, Tensor], changed: Sequence[Mapping[str, float]] = ()) -> None:
         """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch;
         ValueError if they belong to another network.
-
         """
         network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
         difference = first_difference(network, self.network.state_dict())

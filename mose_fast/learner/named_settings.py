@@ -57,7 +57,6 @@ def full_name(name: str, known: Mapping[str, Any], flag: str) -> str:
     """The dotted name of a setting given to ``flag``; ``augment`` stands for ``options.augment``.
 
     ConfigError with near matches if it is not among ``known``, the result of :func:`all_settings`.
-
     """
     setting = name if name in known else f"options.{name}"
     if setting not in known:

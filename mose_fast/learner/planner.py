@@ -203,7 +203,6 @@ class Planner(MethodHooks):
 
         ``train_on`` takes it in place of :meth:`take_step`. Returns the losses by name, scalars on
         the learner's device.
-
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())

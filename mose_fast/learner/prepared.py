@@ -49,7 +49,6 @@ class Taker(Protocol):
 class PlannedStep:
     """A planned step: ``plan`` and ``inputs`` of the learner's functions of these names; ``views``:
     those of inputs that have none yet, where they were made ahead.
-
     """
 
     plan: Any

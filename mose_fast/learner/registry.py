@@ -64,7 +64,6 @@ def method(
     Raises:
         ConfigError: The class is not a learner, lacks a function that every learner must have, or
             the name belongs to another class.
-
     """
 
     def enter(learner: T) -> T:
@@ -104,7 +103,6 @@ def import_own_methods() -> None:
 def find_method(name: str) -> type[MethodHooks] | None:
     """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
     None if there is none. ConfigError if the file or entry point cannot be used.
-
     """
     import_own_methods()
     if name in METHODS:
@@ -132,7 +130,6 @@ def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
 def check_unchanged(learner: type[MethodHooks]) -> None:
     """Raises ConfigError for a method whose files were edited since this process imported them: the
     old code would run.
-
     """
     if edited := method_changes(method_files(learner), _files_now(learner)):
         raise ConfigError(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
@@ -26,52 +25,7 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
 
-__all__ = [
-    "REPLAY_LOSSES",
-    "TABLE",
-    "BaselineOptions",
-    "Inputs",
-    "Outputs",
-    "ReplayLearner",
-    "Rows",
-    "cross_entropy",
-    "official_preset",
-    "sources_preset",
-    "table_preset",
-]
-
-#: Source of the preset ``table``.
-TABLE = (
-    "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a"
-    " choice)"
-)
-
-
-def table_preset(note: str = "") -> Preset:
-    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults.
-    ``note``: what a reader of its results must know about this method.
-
-    """
-    return Preset(f"{TABLE}; {note}" if note else TABLE)
-
-
-def sources_preset(source: str, **changes: Any) -> Preset:
-    """The preset ``sources`` of a baseline: the paper's appendix taken literally, which has each
-    method by the defaults of its source code, but with the optimiser, the number of replayed rows
-    and the augmentation of the shared protocol. ``source`` names every switch in ``changes``.
-
-    """
-    return Preset(
-        f"MOSE, appendix: the defaults of the method's source code, in the shared protocol; {source}", changes
-    )
-
-
-def official_preset(source: str, *, batch: int = 10, **changes: Any) -> Preset:
-    """The preset ``official`` of a baseline whose repository trains with SGD: ``source`` is the
-    repository, its commit, and which of its settings ``batch`` and ``changes`` are.
-
-    """
-    return Preset(source, {"optimiser": "sgd", **changes}, batch)
+__all__ = ["REPLAY_LOSSES", "BaselineOptions", "Inputs", "Outputs", "ReplayLearner", "Rows", "cross_entropy"]
 
 
 @dataclass(frozen=True)

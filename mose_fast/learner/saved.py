@@ -26,7 +26,6 @@ KIND, FORMAT = "mose_fast_learner", 1
 def made_by(learner: MethodHooks) -> dict[str, Any]:
     """The code and the machine that computed a learner, as plain values; ConfigError if the
     method's files were edited after they had been imported.
-
     """
     check_unchanged(type(learner))
     build = build_info()
@@ -58,7 +57,6 @@ def told_code(made: dict[str, Any]) -> str:
 def parts(learner: MethodHooks) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What makes a learner again: the tensors of its state, and values for JSON; ConfigError if it
     has planned steps that were not taken, or holds what is not part of its state.
-
     """
     if learner.data.ahead:
         raise ConfigError(
@@ -90,7 +88,6 @@ def rebuilt(kind: type[MethodHooks] | None, tensors: dict[str, Tensor], values: 
     Raises:
         ConfigError: There is no such method here, or it has other options.
         ValueError: The state belongs to another version of the method.
-
     """
     config = RunConfig.from_dict(values["config"])
     learner = (find_method(config.method) if kind is None else kind)(config, **values["stream"])

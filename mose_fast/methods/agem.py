@@ -10,18 +10,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.gradients import flat_gradient, project, write_gradient
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    ReplayLearner,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, ReplayLearner, cross_entropy
 
 __all__ = ["Agem", "AgemOptions"]
 

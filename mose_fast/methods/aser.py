@@ -9,18 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
 from mose_fast.memory.shapley import ShapleyMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import (
     REPLAY_LOSS_SOURCE,
     TEMPERATURES,
@@ -20,15 +21,7 @@ from mose_fast.learner.exemplar_learner import (
     log_softmax_within,
 )
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    REPLAY_LOSSES,
-    Inputs,
-    Outputs,
-    Rows,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.corrected import CorrectedLinear, fit_correction
 from mose_fast.settings.run import ConfigError, RunConfig, knob
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, official_preset, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
@@ -127,7 +128,6 @@ def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature
     """T^2 times the mean of q log(q / p) over rows *and old classes*, with the softmaxes q and p
     over old classes, bool [K], of the teacher's and the student's logits [N, K] divided by T: KL(q
     || p) divided by the number of old classes.
-
     """
     q, p = (log_softmax_within(logits, old, temperature) for logits in (teacher, student))
     return temperature**2 * (q.exp() * (q - p)).sum(1).mean() / old.sum()

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, official_preset, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe

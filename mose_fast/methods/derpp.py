@@ -10,18 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import ReplayMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob

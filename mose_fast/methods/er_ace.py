@@ -10,17 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import knob

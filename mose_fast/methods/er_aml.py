@@ -13,18 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import draw_pairs
 from mose_fast.nn.cosine import CosineClassifier, directions
 from mose_fast.settings.knob import Search

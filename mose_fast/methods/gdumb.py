@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.settings.knob import Search

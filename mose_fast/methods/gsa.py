@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search

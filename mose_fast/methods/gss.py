@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    ReplayLearner,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob
@@ -125,7 +119,6 @@ class Gss(ReplayLearner):
 
         Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into
         native code.
-
         """
         self.network.eval()
         parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
@@ -141,7 +134,6 @@ class Gss(ReplayLearner):
 def cosine_similarity(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
     """Cosines float32 [G, H] between gradients [G, ...] and [H, ...] over all parameters by name, 0
     where a gradient is 0; no gradient is copied into one vector.
-
     """
     products = sum(a[name].flatten(1) @ b[name].flatten(1).T for name in a)
     norms = [torch.stack([part.flatten(1).square().sum(1) for part in g.values()]).sum(0).sqrt() for g in (a, b)]

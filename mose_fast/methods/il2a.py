@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from mose_fast.augment.class_mixing import Mixes, draw_mixes
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.model import Model
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.ops.expert_losses import masked_cross_entropy

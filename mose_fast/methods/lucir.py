@@ -14,17 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import REPLAY_LOSS_SOURCE, ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    REPLAY_LOSSES,
-    Inputs,
-    Outputs,
-    Rows,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.cosine import CosineClassifier, directions
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob

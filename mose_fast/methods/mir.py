@@ -14,16 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    ReplayLearner,
-    cross_entropy,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.retrieval import highest
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import ConfigError, knob

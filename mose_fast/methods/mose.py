@@ -250,7 +250,6 @@ class Targets(NamedTuple):
 class StepRows(NamedTuple):
     """The inputs of a step that makes its views itself: images uint8 [R, H, W, 3], of which those
     beyond the plan's are padding, and what decides the views; those of padding come last.
-
     """
 
     images: Tensor

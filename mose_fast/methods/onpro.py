@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.losses.prototypes import class_means, prototype_loss

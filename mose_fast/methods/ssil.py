@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    REPLAY_LOSSES,
-    Inputs,
-    Outputs,
-    official_preset,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import knob
 

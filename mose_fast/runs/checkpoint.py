@@ -127,7 +127,6 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
     Raises:
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
-
     """
     path = folder / f"step-{step:09d}.safetensors"
     write_atomically(path, state_file(_KIND, FORMAT, tensors, values), resume_advice(folder.parent))
@@ -139,7 +138,6 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 class CheckpointWriter:
     """Writes checkpoints one after the other: on a GPU while the run continues, on a thread and a
     stream of its own, whose error the next call raises.
-
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -183,7 +181,6 @@ class CheckpointWriter:
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values; CheckpointError if
     the file is missing, damaged, foreign, or of a newer format.
-
     """
     older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
     instead = f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

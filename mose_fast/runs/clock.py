@@ -24,7 +24,6 @@ class Clock:
 
     Time in no phase (imports, loading and uploading data, listeners, files) is ``other``. A resumed
     run adds to the times of its checkpoint; the time of lost work is not counted.
-
     """
 
     def __init__(self, *, whole_process: bool = False) -> None:
@@ -82,7 +81,6 @@ class Clock:
 class Stopwatch:
     """Measures seconds between marks: on a GPU with events in the current stream, which do not
     interrupt it, without gaps if the host launches fast enough; else with the host's clock.
-
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -75,7 +75,6 @@ def resume_advice(folder: Path) -> str:
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
     """The unfinished files that :func:`write_atomically` leaves in ``folder``, which may not exist,
     when it is killed; ``names``: of the files it was writing, as regular expressions.
-
     """
     # Random letters as tempfile makes them.
     unfinished = re.compile(rf"\.(?:{'|'.join(names)})\.[a-z0-9_]{{8}}")

@@ -20,7 +20,6 @@ __all__ = ["check_identity", "identity"]
 def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
     """What a checkpoint and the results note about how a run was made, as plain values; ConfigError
     if the method's files were edited after they had been imported.
-
     """
     return {"config": config.to_dict(), **made_by(learner)}
 
@@ -28,7 +27,6 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], checkpoint: Path) -> None:
     """Raises RunError if a checkpoint's identity is that of another run (settings, data or code),
     and warns if the machine is another one.
-
     """
     folder = checkpoint.parent.parent
     afresh = f"start the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"

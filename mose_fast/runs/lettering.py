@@ -13,7 +13,6 @@ __all__ = ["lettering"]
 def lettering(texts: Iterable[str]) -> Iterator[None]:
     """A context in which matplotlib takes letters that its font lacks from other fonts, for the
     texts that users have named. One warning names the letters that no font of the machine has.
-
     """
     # Imported here, because it takes half a second that other commands do not need.
     from matplotlib import rc_context, rcParams

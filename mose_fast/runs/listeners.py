@@ -52,7 +52,6 @@ class Listener:
     def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
         """The accuracy at any time was measured, every ``evaluate_every`` batches and at task ends,
         after ``images`` arrived, each pass counted: in [0, 1] by classifier and expert.
-
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:

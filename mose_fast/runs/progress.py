@@ -38,7 +38,6 @@ class Progress(Listener):
     """Shows a run: first its settings, then a progress bar with losses and a table after each task;
     without a terminal one line a task replaces the bar. ``started``: whether training has begun,
     so that the run can be resumed.
-
     """
 
     def __init__(self, out: Path) -> None:
@@ -135,7 +134,6 @@ def accuracy_table(
         test: Accuracy in [0, 1] by classifier, expert and task seen.
         task: The task just learned, from 0; the table counts its ``tasks`` from 1.
         what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
-
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"

@@ -223,7 +223,6 @@ def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -
     """The matrices as a table: classifier, expert, after_task, task (both from 0), accuracy,
     buffer_accuracy (empty: no samples in the memory). ``evaluated_after``: the task of each row of
     the matrices of accuracies on the stream's images and on memory samples.
-
     """
     parts = [(c, e) for c, experts in test.items() for e in experts]
     return _HEAD + "".join(_lines(c, e, test[c][e], buffer[c][e], evaluated_after) for c, e in parts)
@@ -254,7 +253,6 @@ class AccuracyTable:
 
     Each evaluation adds lines to every part. Those before it are neither formatted again nor kept,
     since there are millions in a run of hundreds of tasks: they are read back from the file.
-
     """
 
     def __init__(self, path: Path) -> None:

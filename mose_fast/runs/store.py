@@ -178,7 +178,6 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of
     its ``results.json``; RunDamaged if a file is missing or unreadable, or files contradict each
     other: configurations, accuracy matrices, ``accuracy.csv`` and metrics.
-
     """
     files = RunFolder(folder)
 
@@ -273,7 +272,6 @@ class Store:
 
     Raises:
         RunError: The file is no table of runs, has another format, or cannot be written.
-
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -366,7 +364,6 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
 
     Raises:
         RunError: There is no such table, or it is damaged or has another format.
-
     """
     # Imported here because it takes half a second, which a single run does not need.
     import pandas

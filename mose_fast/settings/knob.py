@@ -310,7 +310,6 @@ def knob(
         choices: The values it may have; as a mapping, with what each of them means.
         compare: Whether configurations that differ in it are unequal.
         **rules: The other attributes of :class:`Setting`.
-
     """
     if choices is not None and not isinstance(choices, Mapping):
         choices = dict.fromkeys(choices, "")
@@ -323,7 +322,6 @@ def whole_number(name: str, value: Any, low: int | None = 1, **rules: Any) -> in
 
     ConfigError if it is no integer, below ``low`` (None: any) or against other attributes of
     :class:`Setting` in ``rules``.
-
     """
     return Setting(name=name, kind="int", default=None, doc="", source="", low=low, **rules).check(value)
 

@@ -73,7 +73,6 @@ def read_table(path: Path, what: str) -> Any:
     Args:
         path: The file.
         what: It is, for the message: ``the configuration``.
-
     """
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:

@@ -40,7 +40,6 @@ class Feeder:
     def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
         """Requests views from ``make``, after everything launched on the current stream so far.
         ``reads``: all tensors on a GPU that it reads, written on the current stream.
-
         """
         if self._device.type != "cuda":
             return self._thread.submit(self._make, make, None)

@@ -24,7 +24,6 @@ _WIDTH = 16
 class Taken(NamedTuple):
     """A step that was taken: its batch, the run's position before it, how many steps of the batch
     were replayed from a graph, and how many captures on the way were tried once more.
-
     """
 
     prepared: Prepared
@@ -43,7 +42,6 @@ class _Unread(NamedTuple):
 class LossReader:
     """Reads losses in the order of their steps: at once, or, if a learner's losses are read late,
     from copies to pinned memory while later steps are launched.
-
     """
 
     def __init__(self, learner: Learner) -> None:

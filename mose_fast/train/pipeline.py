@@ -28,7 +28,6 @@ __all__ = ["Batch", "Pipeline", "incoming", "resident"]
 class Batch(NamedTuple):
     """A batch that is not planned yet: the run's position before it, which :class:`Taken` contains
     again, and what :meth:`mose_fast.train.ring.Ring.put` takes.
-
     """
 
     position: dict[str, int]
@@ -41,7 +40,6 @@ class Pipeline:
 
     On a GPU, all calls must have the same current stream, which must not be the default one; see
     :func:`mose_fast.device.own_stream`. The phases of ``clock`` are ``train`` and ``capture``.
-
     """
 
     def __init__(self, learner: Learner, clock: Clock | None = None) -> None:
@@ -127,7 +125,6 @@ def incoming(
 ) -> list[Callable[[], dict[str, Any]]]:
     """The contents of a stream's batches, in the form that :class:`Batch` takes: rows int64 on the
     host; the images may be on a GPU. ``train``, ``store``: as :meth:`Learner.prepare` has them.
-
     """
     if not batches:
         return []

@@ -67,7 +67,6 @@ class Ring:
     def put(self, batch: Callable[[], dict[str, Any]] | Tensor) -> None:
         """Prepares a batch: the result of a function, called on the ring's stream, of the arguments
         of :meth:`mose_fast.methods.Learner.prepare`; or slots to rehearse, int64 [n].
-
         """
         with self._on_stream():
             if isinstance(batch, Tensor):

@@ -50,7 +50,6 @@ def train(
     """Takes :data:`STEPS` steps of a tiny MOSE on random images; ``small``: of a size that an
     emulated GPU computes in a second; ``seed``: of weights, images and draws; ``gates``: with
     attention gates; ``settings``: of :class:`RunConfig`.
-
     """
     batch, side = (2, 8) if small else (10, 16)
     config = RunConfig.create(
