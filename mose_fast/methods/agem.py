@@ -55,7 +55,9 @@ class AgemOptions(BaselineOptions):
     cost=1.0,
 )
 class Agem(ReplayLearner):
-    """A-GEM: removes from each gradient what would increase the loss on a batch from memory."""
+    """A-GEM: fine-tuning, but without the part of each gradient that would increase the loss on a
+    batch from memory.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning",

@@ -80,7 +80,9 @@ class AserOptions(BaselineOptions):
     cost=(74 + 2 * 410 / 3) / 74,
 )
 class Aser(ReplayLearner):
-    """ASER: ER that replays and keeps samples by their Shapley value for nearest neighbours."""
+    """ASER: ER that replays and keeps samples by their Shapley value for a nearest-neighbour
+    classifier on the network's features.
+    """
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
     not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays and stores"

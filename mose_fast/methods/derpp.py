@@ -67,7 +67,9 @@ class DerppOptions(BaselineOptions):
     cost=138 / 74,
 )
 class Derpp(ReplayLearner):
-    """DER++: draws replayed rows to their stored logits, and others to their labels."""
+    """DER++: keeps each sample's logits, draws replayed rows to their old logits, and others to
+    their labels.
+    """
 
     sets: ClassVar[int] = 3
 

@@ -64,7 +64,9 @@ class ErAceOptions(BaselineOptions):
     cost=1.0,
 )
 class ErAce(ReplayLearner):
-    """ER, but incoming rows compete with the classes of their own batch only."""
+    """ER, but incoming rows are told apart from the classes of their own batch only, which leaves
+    the features of old classes alone.
+    """
 
     # Its cosines are computed in float32 from float32 weights.
     uses_shadows: ClassVar[bool] = False

@@ -78,7 +78,9 @@ class ErAmlOptions(BaselineOptions):
     cost=94 / 74,
 )
 class ErAml(ReplayLearner):
-    """ER-AML: a metric loss tells incoming rows apart from each other only."""
+    """ER-AML: incoming rows are told apart from each other only, by a metric loss, which leaves the
+    features of old classes alone.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         **ReplayLearner.without_boundaries,

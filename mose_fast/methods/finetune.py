@@ -24,7 +24,10 @@ __all__ = ["Finetune"]
     cost=10 / 74,
 )
 class Finetune(ReplayLearner):
-    """Lower bound: trains on incoming rows alone; its memory only serves class means."""
+    """Lower bound: trains on the incoming batch alone.
+
+    Its memory only serves the nearest-class-mean classifier.
+    """
 
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
 

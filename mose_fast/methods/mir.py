@@ -87,7 +87,9 @@ class MirOptions(BaselineOptions):
     cost=(74 + 10 + 2 * 200 / 3) / 74,
 )
 class Mir(ReplayLearner):
-    """MIR: ER, but replays the rows whose loss a step on the incoming batch would raise most."""
+    """MIR: ER, but of many rows drawn from memory it replays those whose loss a step on the
+    incoming batch alone would raise most.
+    """
 
     planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
     not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays"

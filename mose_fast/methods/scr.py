@@ -66,7 +66,9 @@ class ScrOptions(BaselineOptions):
     cost=2.0,
 )
 class Scr(ReplayLearner):
-    """SCR: contrasts two views of incoming and replayed rows; nearest class means classify."""
+    """SCR: trains the representation alone, contrasting two views of incoming and replayed rows;
+    the nearest class mean classifies.
+    """
 
     def projection_head(self, feature_size: int) -> nn.Module:
         o = self.config.options
