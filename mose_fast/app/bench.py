@@ -269,9 +269,7 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
 
 def ceilings(device: torch.device, precision: str) -> Ceilings:
-    """Measures the peak rates: the best of five square products of 8,192 (CPU: 1,024) and of five
-    copies of 1 GiB (CPU: 64 MiB).
-    """
+    """The best of five square products of 8,192 (CPU: 1,024), and of :func:`copy_rate`."""
     on_card = device.type == "cuda"
     size = 8192 if on_card else 1024
     a, b = (

@@ -88,9 +88,7 @@ def _instead(error: MoseFastError, flags: Collection[str] | None) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of all commands. A flag that is not given sets no attribute, so that it
-    never overrides a ``--config`` file.
-    """
+    """All commands; a flag that is not given sets no attribute, so as not to override a file."""
     parser = Parser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -46,9 +46,7 @@ class Finding(NamedTuple):
 
 
 def diagnose(data_dir: str | None = None) -> list[Finding]:
-    """Checks Python, packages, CUDA, compilers, GPUs, the native library and the data sets, in
-    ``data_dir`` or the default folder.
-    """
+    """Checks this machine, and the data sets in ``data_dir`` or the default folder."""
     used = [_precision(), _feed()]
     native = [_native(), *map(_verdict, _kinds())]
     installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), *native, *_build_tools(os.environ)]

@@ -182,9 +182,7 @@ class MethodHooks(ABC):
         return torch.optim.Adam(network.parameters(), **settings, **how)
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """Takes one of the ``iterations`` on a batch, which is given as for :meth:`plan`: one step,
-        unless a method takes several.
-        """
+        """Takes one of the ``iterations`` on a batch, as for :meth:`plan`: by default one step."""
         plan = self.plan(x, y)
         return None if plan is None else self.step(self.inputs(plan))
 

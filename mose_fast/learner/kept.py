@@ -78,9 +78,7 @@ class KeptValues:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the result of :meth:`tensors` in place, or replaces what had another shape;
-        ValueError if it is of other values.
-        """
+        """Copies the result of :meth:`tensors`, in place if the shape is the same, or ValueError."""
         own = self.tensors()
         replaced = {
             name: kept

@@ -212,9 +212,7 @@ class Planner(MethodHooks):
         return losses
 
     def take_step(self, inputs: Any) -> dict[str, Tensor]:
-        """:meth:`train_on`, which changes nothing that is kept once the run has diverged. This is
-        what a captured step captures.
-        """
+        """:meth:`train_on`, without effect once the run has diverged; what a graph captures."""
         with undone_if(self.model.latch.closed, self._kept.written("steps")):
             losses = self.train_on(inputs)
         wanted = "the losses by name, floating-point scalars, the minimised one first"

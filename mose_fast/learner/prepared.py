@@ -58,9 +58,7 @@ class PlannedStep:
 
 @dataclass(eq=False)
 class Prepared(ABC):
-    """A batch that a learner was given and whose planned steps are still to be taken; ``before``:
-    the learner's data plane before it came.
-    """
+    """A batch whose planned steps are still to be taken; ``before``: the data before it came."""
 
     learner: Taker
     before: DataRecord
@@ -128,9 +126,7 @@ class WholeBatch(Prepared):
 
 @dataclass(eq=False)
 class StoredBatch(Prepared):
-    """A batch of images ``x`` that trains nothing; ``slots``: where the learner's ``store`` put
-    them, None if they were not offered.
-    """
+    """A batch of images ``x`` that trains nothing, in ``slots`` of the memory; None: not offered."""
 
     x: Tensor
     slots: Tensor | None

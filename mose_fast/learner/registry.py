@@ -128,9 +128,7 @@ def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
 
 
 def check_unchanged(learner: type[MethodHooks]) -> None:
-    """Raises ConfigError for a method whose files were edited since this process imported them: the
-    old code would run.
-    """
+    """Raises ConfigError if a method's files were edited since: the old code would run."""
     if edited := method_changes(method_files(learner), _files_now(learner)):
         raise ConfigError(
             f"the files of method {learner.__qualname__} were edited after this process had imported them ({edited});"

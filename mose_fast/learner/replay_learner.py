@@ -205,8 +205,12 @@ class ReplayLearner(Learner):
         """The slots of the rows to replay with an incoming batch, int64 [at most ``buffer_batch``];
         by default drawn uniformly without replacement.
         """
-        o = self.config.options
-        return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
+        return self.draw(self.config.options.buffer_batch)
+
+    def draw(self, count: int) -> Tensor:
+        """At most ``count`` slots, drawn uniformly from the tasks that ``replay_from`` names."""
+        others = self.config.options.replay_from == "others"
+        return self.memory.draw(count, others=self.task if others else None)
 
     def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
         """The rows of a step: incoming rows and sets of memory slots."""

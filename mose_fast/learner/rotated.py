@@ -102,7 +102,7 @@ class RotatedLearner(ReplayLearner):
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
         cap = o.buffer_batch if o.per_class_cap is None else o.per_class_cap * len(self.seen)
-        return self.memory.draw(min(o.buffer_batch, cap), others=self.task if o.replay_from == "others" else None)
+        return self.draw(min(o.buffer_batch, cap))
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """``offsets``: int64 [2], where the pieces of the features begin that projections are

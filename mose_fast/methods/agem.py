@@ -40,8 +40,6 @@ class AgemOptions(BaselineOptions):
             "facebookresearch/agem @ 4542149: replay_from others, as table; its ring memory for each class and its head"
             " for each task have no place in the protocol"
         ),
-        # Of the official code's ring memory for each class and its head for each task, neither
-        # makes sense in this protocol.
         "official": official_preset(
             "facebookresearch/agem @ 4542149, its CIFAR settings",
             lr=0.03,

@@ -144,9 +144,7 @@ class Gdumb(ReplayLearner):
         self.data.own["fitted"] = self.memory.seen
 
     def rehearsal(self, slots: Tensor) -> Rows:
-        """Memory slots as the rows of a step at the highest learning rate; the network that such
-        steps train is what is evaluated.
-        """
+        """Memory slots as the rows of a step, at the highest learning rate."""
         self.data.own["fitted"] = self.memory.seen
         return self._memory_rows(slots, self.steps)
 
@@ -170,9 +168,7 @@ class Gdumb(ReplayLearner):
 
 
 def learning_rate(number: int, low: float, high: float) -> float:
-    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine
-    cycles of 2, 4, 8, ... passes.
-    """
+    """A pass's learning rate, from 0: a tenth of the highest, this, cosines of 2, 4, 8 passes."""
     if number < 2:
         return high * (0.1, 1.0)[number]
     length = 1 << (number.bit_length() - 1)

@@ -99,7 +99,7 @@ class Gsa(ReplayLearner):
         now, others = len(self.data.current), o.replay_from == "others"
         copies = min(o.buffer_batch * now // seen, len(x) + len(current)) if memory.filled else 0
         wanted = o.buffer_batch * (seen - now) // seen if others else o.buffer_batch - copies
-        old = memory.draw(wanted, others=self.task if others else None)
+        old = self.draw(wanted)
         rows = self.rows(x, y, current, old)
         return rows._replace(extras={**rows.extras, "copies": copies})
 

@@ -96,7 +96,7 @@ class Mir(ReplayLearner):
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
-        candidates = self.memory.draw(o.candidates, others=self.task if o.replay_from == "others" else None)
+        candidates = self.draw(o.candidates)
         if len(candidates) <= o.buffer_batch:
             return candidates
         return highest(candidates, self.interference(x, y, candidates), o.buffer_batch)

@@ -103,10 +103,7 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same snapshot on the host, in pinned memory if it was on a GPU.
-
-        Waits for the current stream, without the interpreter's lock.
-        """
+        """The same snapshot on the host, in pinned memory if it was on a GPU, which it waits for."""
         host = copy.copy(self)
         host.flats = []
         for flat in self.flats:

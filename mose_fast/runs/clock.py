@@ -56,9 +56,7 @@ class Clock:
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
 
     def results(self) -> dict[str, float | str]:
-        """The entries of the results: seconds by phase, their sum ``total``, ``other``, the total
-        ``wall`` time, and what it is counted from.
-        """
+        """Seconds by phase, their sum, in no phase, and in all, and what these are counted from."""
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
         return {

@@ -25,9 +25,7 @@ def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], checkpoint: Path) -> None:
-    """Raises RunError if a checkpoint's identity is that of another run (settings, data or code),
-    and warns if the machine is another one.
-    """
+    """Raises RunError for another run's checkpoint, and warns if the machine is another one."""
     folder = checkpoint.parent.parent
     afresh = f"start the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
     # A setting that is newer than the checkpoint has its preset's value.

@@ -290,9 +290,7 @@ class AccuracyTable:
 
 
 def shown_experts(experts: Mapping[str, T], classifier: str, of_predict: tuple[str, str]) -> Iterator[tuple[str, T]]:
-    """The experts of a table for people: of a single expert not the mean, which is the same, unless
-    ``predict()`` uses it.
-    """
+    """The experts to show; of a single one no mean, unless ``predict()`` uses it."""
     for expert, value in experts.items():
         if len(experts) > 2 or not expert.startswith("mean_") or (classifier, expert) == of_predict:
             yield expert, value

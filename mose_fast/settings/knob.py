@@ -136,9 +136,7 @@ def plain(value: Any) -> Any:
 
 
 def usable_path(value: str) -> bool:
-    """Whether the system could take a text as a path, or as the name of a file: no null character,
-    no lone surrogate, not too long.
-    """
+    """Whether a text can be a path or a file's name: no null, no lone surrogate, not too long."""
     try:
         path = os.fsencode(value)
     except UnicodeEncodeError:
