@@ -78,7 +78,7 @@ class KeptValues:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the result of :meth:`tensors`, in place if the shape is the same, or ValueError."""
+        """Copies the result of :meth:`tensors`; ValueError if it is of other values."""
         own = self.tensors()
         replaced = {
             name: kept

@@ -126,7 +126,7 @@ class WholeBatch(Prepared):
 
 @dataclass(eq=False)
 class StoredBatch(Prepared):
-    """A batch of images ``x`` that trains nothing, in ``slots`` of the memory; None: not offered."""
+    """A batch of images ``x`` that trains nothing, in memory ``slots``; None: not offered."""
 
     x: Tensor
     slots: Tensor | None

@@ -32,9 +32,6 @@ __all__ = ["REPLAY_LOSSES", "BaselineOptions", "Inputs", "Outputs", "ReplayLearn
 class BaselineOptions(ReplayOptions):
     """Switches of all baselines; the defaults are the shared protocol of the MOSE comparison."""
 
-    #: How the cross-entropy is averaged, see :data:`REPLAY_LOSSES`; some methods have a switch.
-    replay_loss: ClassVar[str] = "two_means"
-
     augment: str = ReplayOptions.again(
         "augment", "simclr", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
@@ -352,7 +349,7 @@ class ReplayLearner(Learner):
         def term(logits: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy(logits, labels) if classes is None else masked_cross_entropy(logits, labels, classes)
 
-        if self.config.options.replay_loss == "one_mean":
+        if getattr(self.config.options, "replay_loss", "two_means") == "one_mean":
             return {"cross_entropy": term(outputs.logits, rows.labels)}
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)

@@ -103,7 +103,7 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same snapshot on the host, in pinned memory if it was on a GPU, which it waits for."""
+        """The same snapshot on the host, in pinned memory if it was on a GPU; waits for it."""
         host = copy.copy(self)
         host.flats = []
         for flat in self.flats:
