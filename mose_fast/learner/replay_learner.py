@@ -20,7 +20,7 @@ from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
-from mose_fast.learner.teacher import Outputs, Teacher
+from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
@@ -327,13 +327,7 @@ class ReplayLearner(Learner):
     def forward(self, views: Tensor) -> Outputs:
         """The forward pass in training mode and in the run's precision."""
         self.network.train()
-        count = len(views)
-        if count == 1:
-            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
-            # the last stage.
-            views = torch.cat([views, views])
-        outputs = self.model.forward(views.contiguous(memory_format=torch.channels_last))
-        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+        return outputs_of(self.model.forward, views)
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         """The terms whose sum is minimised, float32 scalars by name; by default the cross-entropy.
