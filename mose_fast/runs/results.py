@@ -53,10 +53,10 @@ def schema() -> dict[str, Any]:
     """The schema of ``results.json``: ``results.schema.json`` and the settings' own."""
     schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
     schema["required"] = list(schema["properties"])
-    settings = settings_of(RunConfig)
     resolved = schema["properties"]["resolved"]["properties"]
-    for name in ("feed", "kernels", "step", "precision"):
-        resolved[name]["enum"] += [choice for choice in settings[name].choices if choice != "auto"]
+    for name, setting in settings_of(RunConfig).items():
+        if "auto" in (setting.choices or ()):
+            resolved[name]["enum"] += [choice for choice in setting.choices if choice != "auto"]
     tables = {"stream": _table(StreamConfig, {}, {"name"}), "options": {"$ref": "#/$defs/options"}}
     schema["$defs"]["config"] = _table(RunConfig, tables, IN_EVERY_CONFIG)
     return schema
