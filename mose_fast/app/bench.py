@@ -143,7 +143,7 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
-        """TFLOP/s of a row: three forward passes of its views divided by its time."""
+        """TFLOP/s of a row: forward and backward passes (three forwards) of its views."""
         return 0.0 if row.milliseconds is None else 6e-12 * self.macs * row.views / (row.milliseconds / 1e3)
 
     def text(self) -> str:
@@ -399,7 +399,6 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
 
 
 def _reason(error: Exception) -> str:
-    """One line on a failure."""
     error = getattr(error, "inner_exception", error)  # torch.compile wraps the one that tells
     line = (str(error).strip() or repr(error)).splitlines()[0]
     return f"failed: {type(error).__name__}: {line}"

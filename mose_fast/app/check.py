@@ -204,7 +204,6 @@ def _never_waits(name: str, batches: list) -> str | None:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of an error."""
     trace = error.__traceback__
     while trace.tb_next is not None:
         trace = trace.tb_next

@@ -194,7 +194,6 @@ def _kinds() -> list[torch.device]:
 
 
 def _verdict(device: torch.device) -> Finding:
-    """What the self-check says of a kind of GPU."""
     thing, again = f"self-check, {device}", "mose-fast doctor --check"
     verdict = stored(device)
     if verdict is None:
@@ -228,7 +227,6 @@ def rows_of_check(verdict: Verdict) -> str:
 
 
 def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks what is needed to compile the native library again."""
     compiler = environment.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     said = _first_line([compiler, "--version"]) if compiler else None
     if said:

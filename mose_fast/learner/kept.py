@@ -156,7 +156,6 @@ def unsaved(
 
 
 def _inside(value: Any) -> list[tuple[str, Any]]:
-    """What a value holds, each with its place in it."""
     if isinstance(value, nn.Module):
         return [(f".{name}", tensor) for name, tensor in (*value.named_parameters(), *value.named_buffers())]
     if isinstance(value, Mapping):

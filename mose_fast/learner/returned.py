@@ -60,7 +60,6 @@ def _by_name(found: Any) -> bool:
 
 
 def _told(found: Any) -> str:
-    """What a value is, in a few words."""
     if isinstance(found, Tensor):
         ends = ""
         if found.device.type == "cpu" and found.numel() and found.dtype == torch.int64:

@@ -52,7 +52,6 @@ def _fits(shape: torch.Size, sizes: Sequence[int | str], filled: Sequence[int]) 
 
 
 def require(fits: bool, name: str, value: object, wanted: str) -> None:
-    """Raises ValueError unless ``fits``."""
     if not fits:
         raise ValueError(f"{name} is {value!r}; wanted {wanted}")
 

@@ -153,7 +153,6 @@ def accuracy_table(
 
 
 def _by_task(row: list[float], many: bool) -> str:
-    """The columns after the mean."""
     if not many:
         return "".join(f"{100 * value:>{_width(t)}.1f}" for t, value in enumerate(row))
     columns = f"{100 * row[-1]:>10.1f}"

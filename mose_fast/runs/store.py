@@ -63,7 +63,6 @@ class Column(NamedTuple):
 
     @property
     def sql(self) -> str:
-        """SQLite's type."""
         optional = isinstance(self.type, UnionType)
         kind = {str: "TEXT", int: "INTEGER", float: "REAL"}[get_args(self.type)[0] if optional else self.type]
         return kind if optional else f"{kind} NOT NULL"

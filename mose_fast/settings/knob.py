@@ -205,12 +205,10 @@ class Setting:
 
     @property
     def changes_cost(self) -> bool:
-        """See ``cost``."""
         return self.role != "bookkeeping" and self.type != "float" if self.cost is None else self.cost
 
     @property
     def changes_results(self) -> bool:
-        """See ``alters``."""
         return self.role in ("problem", "method") if self.alters is None else self.alters
 
     @property

@@ -132,7 +132,6 @@ class Loop:
     # Batches
 
     def _train(self, part: int, stop: StopRequest) -> None:
-        """Learns from the remaining batches of a part of the stream."""
         rehearsing = part == self.presented.parts
         for epoch in range(self.position["epoch"], self.config.epochs if rehearsing or not self.joint else 1):
             if rehearsing:
@@ -156,7 +155,6 @@ class Loop:
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
     def _rehearsed(self, epoch: int) -> list[Tensor]:
-        """The slots of the final memory in batches, in random order."""
         order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
         return list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
 
@@ -217,7 +215,6 @@ class Loop:
         self._add_point(accuracy, part, ends_task=False)
 
     def _add_point(self, accuracy: dict[str, dict[str, float]], part: int, *, ends_task: bool) -> None:
-        """Adds a point to the curve of the accuracy at any time."""
         point = {
             "batch": self.position["done"],
             "images_seen": self._images_seen(part),
@@ -267,7 +264,6 @@ class Loop:
         self._notify("on_task_end", part, self.position["done"], accuracy)
 
     def _record(self, accuracy: TaskAccuracy, seen: int) -> None:
-        """Adds an evaluation to the records and the table."""
         records = self.records
         for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
             for classifier, experts in values.items():
@@ -302,7 +298,6 @@ class Loop:
             del self.learner.after_step
 
     def _finish(self) -> dict[str, Any]:
-        """Builds the results of the whole run and writes them to its folder."""
         if self.writer is not None:
             with self.clock.timed("checkpoint"):
                 self.writer.wait()
@@ -332,7 +327,6 @@ class Loop:
             return evaluate_learner(untrained, self.stream, self.stream.parts - 1, prepare=False).test
 
     def _count(self) -> int:
-        """Number of batches of the whole run."""
         parts = range(self.presented.parts)
         stream = sum(map(self.presented.count_batches, parts))
         if not self.joint:
@@ -391,7 +385,6 @@ class Loop:
         self.records["resumed"] += 1
 
     def _notify(self, event: str, *arguments: Any) -> None:
-        """Calls a method of every listener."""
         for listener in self.listeners:
             getattr(listener, event)(*arguments)
 

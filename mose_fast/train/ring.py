@@ -122,7 +122,6 @@ class Ring:
             self._apart = False
 
     def close(self) -> None:
-        """Ends the thread that makes views."""
         self._feeder.close()
 
     @contextmanager
