@@ -464,7 +464,7 @@ def kernels(monkeypatch):
     """Sends CPU maps down the path of a GPU."""
     stand_in = KernelsInPyTorch()
     monkeypatch.setattr(_loader, "native", stand_in)
-    monkeypatch.setattr(op, "_has_kernels", lambda x, out_channels: True)
+    monkeypatch.setattr(op, "_has_kernels", lambda *question: True)
     op.say_once.cache_clear()
     return stand_in
 
