@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from mose_fast.learner.replay_learner import TABLE
+from mose_fast.learner.about import TABLE
 from mose_fast.methods import METHODS, BaselineOptions
 from mose_fast.settings.knob import as_text, settings_of
 from mose_fast.settings.run import METHOD_SETTINGS, RunConfig, StreamConfig

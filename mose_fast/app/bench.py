@@ -68,7 +68,7 @@ _COLUMNS = (
 #: Steps of a task until its batches have their full size, with a margin.
 _RAMP = 12
 
-#: Steps in the loop before the measured ones. On a card, these are captured and fill ring and
+#: Steps in the loop before the measured ones. On a GPU, these are captured and fill ring and
 #: reader; the CPU needs none.
 _WARM_UP = {"cuda": 20, "cpu": 3}
 
@@ -88,13 +88,8 @@ class Ceilings(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One way to train.
-
-    Attributes:
-        name: Name of its row.
-        settings: Settings of :class:`RunConfig`, by name.
-        compiled: Whether ``torch.compile`` compiles the network.
-        looped: Whether the step is measured in the loop; else alone, on prepared inputs.
+    """One way to train: the settings it has, whether ``torch.compile`` compiles the network, and
+    whether the step is measured in the loop or alone, on prepared inputs.
     """
 
     name: str
@@ -107,7 +102,7 @@ class Row(NamedTuple):
     """A measurement: milliseconds of a step (median, and the quantiles 0.2 and 0.8) with ``views``
     views.
 
-    ``peak`` is the largest number of bytes allocated on the card, None on the CPU. If there is no
+    ``peak`` is the largest number of bytes allocated on the GPU, None on the CPU. If there is no
     time, ``note`` says why, and ``traceback`` where the program failed.
     """
 
@@ -126,7 +121,7 @@ class Report:
     """The results of :func:`benchmark`.
 
     Attributes:
-        where: Card or processor, versions.
+        where: GPU or processor, versions.
         config: Settings of the network and the steps.
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: The machine's peak rates.
@@ -148,9 +143,7 @@ class Report:
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def tflops(self, row: Row) -> float:
-        """TFLOP/s of a row: the forward and backward pass of its views (three times the forward
-        pass's multiply-accumulates) divided by its time.
-        """
+        """TFLOP/s of a row: forward and backward passes (three forwards) of its views."""
         return 0.0 if row.milliseconds is None else 6e-12 * self.macs * row.views / (row.milliseconds / 1e3)
 
     def text(self) -> str:
@@ -219,9 +212,7 @@ class Report:
 
 
 def variants(device: torch.device) -> list[Variant]:
-    """All variants of a device: plain PyTorch as the baseline, then our kernels, then both in the
-    loop for each feed.
-    """
+    """All variants of a device: plain PyTorch, our kernels, then both in the loop by feed."""
     on_card = device.type == "cuda"
     plain, fused = {"kernels": "torch", "feed": "torch"}, {"kernels": "fused", "feed": "fused"}
     found = [
@@ -248,13 +239,8 @@ def variants(device: torch.device) -> list[Variant]:
 
 
 def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) -> Stream:
-    """A stream of random 32x32 images in two tasks, the first just large enough to replay from.
-
-    Args:
-        config: Settings; only ``stream.batch`` is used.
-        classes: Number of classes; each of the two tasks has half of them.
-        images: Training images of the second task.
-        tests: Test images of both.
+    """A stream of random 32x32 images in two tasks with half of the classes each, the first just
+    large enough to replay from; ``images`` are those of the second, ``tests`` of both.
     """
     random = torch.Generator().manual_seed(0)
     half = classes // 2
@@ -283,9 +269,7 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
 
 def ceilings(device: torch.device, precision: str) -> Ceilings:
-    """Measures the peak rates: the best of five square products of 8,192 (CPU: 1,024) and of five
-    copies of 1 GiB (CPU: 64 MiB).
-    """
+    """The best of five square products of 8,192 (CPU: 1,024), and of :func:`copy_rate`."""
     on_card = device.type == "cuda"
     size = 8192 if on_card else 1024
     a, b = (
@@ -326,7 +310,7 @@ def benchmark(
     names = [*(variant.name for variant in variants(device)), _EVALUATION]
     if not any(only in name for name in names):
         raise ConfigError(f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(names)}")
-    # Measured before the variants, since one of them may break the card.
+    # Measured before the variants, since one of them may break the GPU.
     where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
     found: list[Row] = []
     failures: dict[str, str] = {}
@@ -355,14 +339,9 @@ def benchmark(
 def back_to_back(
     device: torch.device, call: Callable[[], object], *, seconds: float = 0.0, calls: int | None = None
 ) -> list[float]:
-    """Seconds of each of many calls back to back, after a warm-up; on a card the host only launches
-    them.
+    """Seconds of each of ``calls`` calls, or as many as fit in ``seconds``, after a warm-up.
 
-    Args:
-        device: Device that they run on; on a card, in the current stream.
-        call: The call to measure. It should not wait for the card.
-        seconds: Time to spend.
-        calls: Number of calls, in place of ``seconds``.
+    On a GPU the host only launches them, in the current stream; they should not wait for it.
     """
     warm = laps(device, call, 3 if calls is None else 1)
     if calls is None:
@@ -388,7 +367,7 @@ def _tidy(device: torch.device) -> None:
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        # After an error that the card does not recover from, every call fails, and the rows of the
+        # After an error that the GPU does not recover from, every call fails, and the rows of the
         # next variants say so.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
@@ -420,7 +399,6 @@ def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) ->
 
 
 def _reason(error: Exception) -> str:
-    """One line on a failure."""
     error = getattr(error, "inner_exception", error)  # torch.compile wraps the one that tells
     line = (str(error).strip() or repr(error)).splitlines()[0]
     return f"failed: {type(error).__name__}: {line}"
@@ -461,11 +439,8 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
         seconds: Time to measure for, after the warm-up.
 
     Returns:
-        Views of a step; seconds a step, each a mean over up to ten steps, measured by the host's
-        clock from the arrival of losses to that of later losses.
-
-    Raises:
-        RuntimeError: Steps should be captured and could not be.
+        Views of a step; seconds a step, each a mean over up to ten steps, from the arrival of
+        losses to that of later losses. RuntimeError if steps should be captured and could not be.
     """
     learner = _learner(config, stream)
     stream = resident(stream, learner.device)
@@ -530,7 +505,7 @@ def _where(device: torch.device) -> str:
 
 @contextmanager
 def _peak(device: torch.device) -> Iterator[list[Any]]:
-    """Yields a list that at the end contains the peak of bytes allocated on the card, or None."""
+    """Yields a list that at the end contains the peak of bytes allocated on the GPU, or None."""
     found: list[Any] = [None]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -43,18 +43,10 @@ class Finding(NamedTuple):
 
 
 def check_method(name: str, seed: int = 0) -> Iterator[Finding]:
-    """Checks a method on the CPU, on a made-up stream of three tasks of two classes: 12 batches of
-    ten images of 8x8 pixels, with a network of width 1.
-
-    Args:
-        name: The method, as ``RunConfig.method`` has it: ``path/to/file.py:Name``.
-        seed: Seed of weights and images.
-
-    Yields:
-        A finding for each rule, as soon as it is checked.
-
-    Raises:
-        ConfigError: There is no such method, or it cannot be built.
+    """Checks a method, named as in ``RunConfig.method``, on the CPU, on a made-up stream of three
+    tasks of two classes: 12 batches of ten images of 8x8 pixels, with a network of width 1.
+    Yields a finding for each rule, as soon as it is checked; ConfigError if the method cannot be
+    built.
     """
     batches = _stream(seed)
     checks: tuple[tuple[str, Planning, Callable[[str, list], str | None]], ...] = (

@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _instead(error: MoseFastError, flags: Collection[str] | None) -> str:
-    """How to give the setting that an error names as probably meant, to a command with these
-    settings' flags; None: it takes no settings.
-    """
+    """How to give the probable setting by one of a command's flags, None: it takes no settings."""
     if error.instead is None or flags is None:
         return ""
     name, value = error.instead
@@ -90,10 +88,7 @@ def _instead(error: MoseFastError, flags: Collection[str] | None) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of all commands.
-
-    A flag that is not given sets no attribute, so that it never overrides a ``--config`` file.
-    """
+    """All commands; a flag that is not given sets no attribute, so as not to override a file."""
     parser = Parser(prog="mose-fast", description="Online continual learning with MOSE.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mose-fast {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -35,13 +35,8 @@ _PIP_NAMES = {"sklearn": "scikit-learn"}
 
 
 class Finding(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        mark: ``ok``; ``--`` if it is missing but optional; ``FAIL`` if it is missing and required.
-        thing: What was looked for.
-        found: What was found.
-        fix: How to fix it; empty if nothing needs to be done.
+    """One line of the report: ``ok``, ``--`` (missing but optional) or ``FAIL`` (missing and
+    required), what was looked for, what was found, and how to fix it, if need be.
     """
 
     mark: str
@@ -51,11 +46,7 @@ class Finding(NamedTuple):
 
 
 def diagnose(data_dir: str | None = None) -> list[Finding]:
-    """Checks Python, packages, CUDA, compilers, cards, the native library and the data sets.
-
-    Args:
-        data_dir: Folder with the data sets' files; None means the default folder.
-    """
+    """Checks this machine, and the data sets in ``data_dir`` or the default folder."""
     used = [_precision(), _feed()]
     native = [_native(), *map(_verdict, _kinds())]
     installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), *native, *_build_tools(os.environ)]
@@ -79,14 +70,14 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
-    """Whether code compiled for ``archs`` runs on a card.
+    """Whether code compiled for ``archs`` runs on a GPU.
 
-    Machine code runs on cards of the same major compute capability and at least the same minor one,
-    architecture-specific code (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later card
+    Machine code runs on GPUs of the same major compute capability and at least the same minor one,
+    architecture-specific code (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later GPU
     (CUDA programming guide, section on compute capabilities).
 
     Args:
-        capability: The card's, (major, minor).
+        capability: The GPU's, (major, minor).
         archs: Compute capabilities, in the form of ``TORCH_CUDA_ARCH_LIST``.
     """
     for arch in archs:
@@ -187,7 +178,7 @@ def _native() -> Finding:
 
 
 def _kinds() -> list[torch.device]:
-    """A card of each kind that the native library has kernels for."""
+    """A GPU of each kind that the native library has kernels for."""
     kind = _loader.card()
     if kind == "cpu":
         return [torch.device("cpu")]
@@ -203,7 +194,6 @@ def _kinds() -> list[torch.device]:
 
 
 def _verdict(device: torch.device) -> Finding:
-    """What the self-check says of a kind of card."""
     thing, again = f"self-check, {device}", "mose-fast doctor --check"
     verdict = stored(device)
     if verdict is None:
@@ -217,7 +207,7 @@ def _verdict(device: torch.device) -> Finding:
 
 
 def check_kernels() -> list[tuple[str, Verdict]]:
-    """Runs the self-check anew on each kind of card that the native library has kernels for, and
+    """Runs the self-check anew on each kind of GPU that the native library has kernels for, and
     keeps its verdict; returns names and verdicts.
     """
     return [(str(device), check(device)) for device in _kinds()]
@@ -237,7 +227,6 @@ def rows_of_check(verdict: Verdict) -> str:
 
 
 def _build_tools(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Checks what is needed to compile the native library again."""
     compiler = environment.get("CXX") or next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
     said = _first_line([compiler, "--version"]) if compiler else None
     if said:

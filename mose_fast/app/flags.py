@@ -89,14 +89,8 @@ def command(
     prints_result: bool = False,
     **how: Any,
 ) -> argparse.ArgumentParser:
-    """Adds a command.
-
-    Args:
-        commands: All commands.
-        name: Its name.
-        act: Carries it out; returns the exit code.
-        prints_result: Whether what it prints is its result, which no file has.
-        **how: Arguments of the parser.
+    """Adds a command, which ``act`` carries out and which returns the exit code. ``prints_result``:
+    what it prints is its result, which no file has. ``how``: arguments of the parser.
     """
     made = commands.add_parser(name, allow_abbrev=False, **how)
     made.set_defaults(act=act, prints_result=prints_result)
@@ -135,13 +129,13 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that say where the runs of a sweep compute."""
     place = parser.add_argument_group("parallel runs")
     place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU; they share its cores")
-    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each card [1]")
+    place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each GPU [1]")
     place.add_argument(
         "--mps",
         action="store_true",
-        help="runs on one card compute at the same time, by a server of CUDA's MPS that is started for them",
+        help="runs on one GPU compute at the same time, by a server of CUDA's MPS that is started for them",
     )
-    place.add_argument("--gpus", metavar="0,1", help="cards to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
+    place.add_argument("--gpus", metavar="0,1", help="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES [all]")
     place.add_argument("--engine", metavar="NAME", help="local, or ray to use a Ray cluster [local]")
     place.add_argument("--address", metavar="HOST:PORT", help="Ray cluster; auto finds it, local starts one [auto]")
 
@@ -193,9 +187,7 @@ def read_settings(arguments: argparse.Namespace) -> RunConfig:
 def changes_of(
     arguments: argparse.Namespace, base: RunConfig | None, methods: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The settings that flags and ``--set`` change, by dotted name: of ``methods``, else of the
-    one that is run.
-    """
+    """What flags and ``--set`` change, by dotted name, of ``methods`` or the one that is run."""
     given = vars(arguments)
     changes = {name: setting.check(given[name]) for name, setting in FLAGS.items() if name in given}
     assigned = [assignment(text, "--set") for text in given.get("set", [])]

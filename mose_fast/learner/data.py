@@ -69,11 +69,7 @@ def check_stream(
 
 
 def plain_tensor(values: Any, what: str) -> Tensor:
-    """Numbers as a tensor.
-
-    Raises:
-        ValueError: They are masked.
-    """
+    """Numbers as a tensor; ValueError if they are masked."""
     if is_masked(values):
         raise ValueError(f"{what} is {MASKED}")
     return torch.as_tensor(values)
@@ -87,13 +83,8 @@ def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tens
 
 
 class DataRecord(NamedTuple):
-    """The data plane as it was before a batch.
-
-    Attributes:
-        values: Its plain values.
-        sequence: Number of the step that was to be planned next.
-        memory: Undoes what happened to the memory.
-        kept: Copies of the tensors that plans write.
+    """The data plane before a batch: its plain values, the number of the step to be planned next,
+    what undoes the changes of the memory, and copies of the tensors that plans write.
     """
 
     values: dict[str, Any]
@@ -170,11 +161,8 @@ class DataPlane:
         self.ended = False
 
     def receive(self, x: Tensor, y: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Registers the labels of a checked batch; returns the batch on the device.
-
-        Args:
-            x, y: The result of :meth:`check_batch`.
-            index: int64 [B], positions in the original stream; None: counted from 0.
+        """Registers the labels of a :meth:`check_batch`; returns the batch on the device.
+        ``index``: int64 [B], positions in the original stream; None: counted from 0.
         """
         if index is None:
             index = torch.arange(self.memory.seen, self.memory.seen + len(x))
@@ -188,10 +176,7 @@ class DataPlane:
 
     def current_classes(self, which: str) -> list[int]:
         """The classes of the current task by an option ``current_classes``: ``seen``: those that
-        came so far; ``task``: all of them.
-
-        Raises:
-            ConfigError: All are wanted and they are unknown.
+        came so far; ``task``: all of them, ConfigError if they are unknown.
         """
         if which == "seen":
             return self.current
@@ -203,9 +188,7 @@ class DataPlane:
         return self.task_classes
 
     def known_classes(self, which: str) -> list[int]:
-        """All classes seen, and with ``task`` those of the current task that are still to come; the
-        argument and errors are those of :meth:`current_classes`.
-        """
+        """All classes seen; with ``task`` also those of the current task that are still to come."""
         return [*self.seen, *(c for c in self.current_classes(which) if c not in self.seen)]
 
     # State
@@ -229,9 +212,7 @@ class DataPlane:
             yield DataRecord(values, sequence, memory, kept)
 
     def undo(self, record: DataRecord) -> None:
-        """Undoes a batch; undo the newest first. A step of it counts as not taken; steps that were
-        planned earlier do not change.
-        """
+        """Undoes a batch, its step counted as not taken; undo the newest first."""
         steps = min(self.steps, record.sequence)
         self._set(record.values | {"steps": steps})
         self.ahead = record.sequence - steps
@@ -247,11 +228,7 @@ class DataPlane:
     # Checks
 
     def check_images(self, x: Tensor | np.ndarray) -> Tensor:
-        """Images as a tensor.
-
-        Raises:
-            ValueError: They are not uint8 [N, H, W, 3].
-        """
+        """Images as a tensor; ValueError unless they are uint8 [N, H, W, 3]."""
         x = plain_tensor(x, "x")
         if x.dtype != torch.uint8:
             nan = x.is_floating_point() and bool(x.isnan().any())
@@ -265,10 +242,8 @@ class DataPlane:
         return x
 
     def check_batch(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch as tensors: images, and labels int64 [B].
-
-        Raises:
-            ValueError: Wrong images, no images, or labels of another type, number or range.
+        """A batch as tensors: images, and labels int64 [B]; ValueError for unusable or no images,
+        and for labels of another type, number or range.
         """
         x, y = self.check_images(x), plain_tensor(y, "y")
         if len(x) == 0:

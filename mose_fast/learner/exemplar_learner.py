@@ -12,38 +12,18 @@ import torch
 from torch import Tensor
 
 from mose_fast.learner.learner import Learner
-from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner
 from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, ExemplarMemory
-from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
-from mose_fast.settings.run import RunConfig, knob
+from mose_fast.settings.run import CURRENT_CLASSES, RunConfig, knob
 
-__all__ = [
-    "REPLAY_FROM",
-    "REPLAY_LOSSES",
-    "REPLAY_LOSS_SOURCE",
-    "TEMPERATURES",
-    "ExemplarLearner",
-    "ExemplarOptions",
-    "log_softmax_within",
-]
+__all__ = ["REPLAY_LOSS_SOURCE", "TEMPERATURES", "ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
 
 #: The range of the distillation's temperature.
 TEMPERATURES = Search(1, 8, log=True, source="choice: around the 2 that BiC, CCIL and SS-IL have")
 
 
-#: The tasks that replayed rows come from.
-REPLAY_FROM = {
-    "others": "earlier ones",
-    "all": "the current one too: of each of its classes as many images as it would have exemplars",
-}
-
-#: How the cross-entropy of a method whose repository has new and old images in one batch is
-#: averaged, and where that comes from.
-REPLAY_LOSSES = {
-    "two_means": "a mean over incoming rows plus one over replayed rows",
-    "one_mean": "one mean over all rows",
-}
+#: Source of ``replay_loss`` where a method's repository has new and old images in one batch.
 REPLAY_LOSS_SOURCE = (
     "choice, as ER: of 10 new and 64 old rows one mean is almost all replay; repository: one_mean, of batches that"
     " are mostly new"
@@ -52,9 +32,7 @@ REPLAY_LOSS_SOURCE = (
 
 @dataclass(frozen=True)
 class ExemplarOptions(BaselineOptions):
-    """Switches of methods with exemplars. They replay earlier tasks only, since those of a task are
-    chosen when it is over.
-    """
+    """Switches of methods with exemplars, which are chosen at the end of their task."""
 
     memory_policy: str = knob(
         "exemplars",
@@ -62,11 +40,14 @@ class ExemplarOptions(BaselineOptions):
         "the methods' own papers",
         choices={"exemplars": "equally many of each class, chosen when its task ends"},
     )
-    replay_from: str = knob(
+    replay_from: str = BaselineOptions.again(
+        "replay_from",
         "others",
-        "tasks that replayed rows come from",
         "the methods' own repositories; docs/specification/baselines.md section 0.3",
-        choices=REPLAY_FROM,
+        choices={
+            "others": "earlier ones",
+            "all": "the current one too: of each of its classes as many images as it would have exemplars",
+        },
     )
     selection: str = knob(
         "first", "which images of a class become exemplars", "the methods' own repositories", choices=SELECTIONS
@@ -75,7 +56,7 @@ class ExemplarOptions(BaselineOptions):
         "seen",
         "classes of the current task",
         "the methods' own repositories: task; for table a choice, since a method need not know classes beforehand",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+        choices=CURRENT_CLASSES,
     )
     task_images: str = knob(
         "beside",
@@ -89,24 +70,16 @@ class ExemplarOptions(BaselineOptions):
 
 
 def log_softmax_within(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
-    """The log of the softmax over the classes of a mask.
-
-    Args:
-        logits: [N, K].
-        classes: bool [K], at least one of them True.
-        temperature: What logits are divided by.
-
-    Returns:
-        [N, K]; 0 for classes outside the mask.
+    """The log of the softmax of logits [N, K] / ``temperature`` over the classes of a mask bool
+    [K], which must not be empty: [N, K], 0 for classes outside it.
     """
     logits = (logits / temperature).masked_fill(~classes, -torch.inf)
     return logits.log_softmax(1).masked_fill(~classes, 0)
 
 
 class ExemplarLearner(ReplayLearner):
-    """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode.
-
-    When a task ends, its exemplars are chosen, then the teacher is taken.
+    """A learner that replays exemplars of earlier tasks and has a teacher in evaluation mode. When
+    a task ends, its exemplars are chosen, then the teacher is taken.
     """
 
     teacher_mode: ClassVar[str | None] = "eval"
@@ -159,9 +132,7 @@ class ExemplarLearner(ReplayLearner):
         return self.data.current_classes(self.config.options.current_classes)
 
     def known(self) -> list[int]:
-        """The classes that share the memory, in order: those seen, and those of the current task
-        that are known to come.
-        """
+        """The classes that share the memory, in order: those seen or known to come in this task."""
         return self.data.known_classes(self.config.options.current_classes)
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
@@ -186,14 +157,6 @@ class ExemplarLearner(ReplayLearner):
             classes=classes,
             held_out=None if held is None else torch.tensor(held),
         )
-
-    def cross_entropies(self, outputs: Outputs, rows: Inputs, classes: Tensor) -> dict[str, Tensor]:
-        """The cross-entropy over some classes, bool [K], by the option ``replay_loss``."""
-        if self.config.options.replay_loss == "one_mean":
-            return {"cross_entropy": masked_cross_entropy(outputs.logits, rows.labels, classes)}
-        names = ("incoming", "replayed")
-        parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
-        return {name: masked_cross_entropy(logits, labels, classes) for name, logits, labels in parts if len(labels)}
 
     def on_task_end(self) -> None:
         buffer, features = self.memory.buffer, None

@@ -11,26 +11,21 @@ __all__ = ["flat_gradient", "flatten", "project", "write_gradient"]
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other: float32 [n], whatever their precision and
-    memory format.
-    """
+    """The elements of all tensors, one after the other: float32 [n], whatever their dtype."""
     return torch.cat([tensor.float().reshape(-1) for tensor in tensors])
 
 
 def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The gradient of a loss as one vector, float32 [n]; zero for parameters that the loss does not
-    depend on.
-
-    The parameters' ``grad`` stays as it is.
+    """The gradient of a loss as one vector, float32 [n], 0 where the loss does not depend on a
+    parameter; the parameters' ``grad`` stays as it is.
     """
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return flatten(torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True))
 
 
 def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
-    """Sets the parameters' ``grad`` from one vector [n]: what an optimiser's step then uses.
-
-    Each has its parameter's memory format, as PyTorch's fused optimisers demand.
+    """Sets the parameters' ``grad`` from one vector [n], each in its parameter's memory format, as
+    PyTorch's fused optimisers demand.
     """
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))

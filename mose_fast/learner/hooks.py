@@ -32,7 +32,7 @@ class Planning(IntEnum):
     #: batches are planned, and the memory filled, before the first of their steps is taken.
     AHEAD = 2
     #: In addition, ``train_on`` can be captured as a CUDA graph: it reads only its inputs and
-    #: tensors with fixed addresses, and never waits for the card. On a card, losses are read only
+    #: tensors with fixed addresses, and never waits for the GPU. On a GPU, losses are read only
     #: after later steps were launched.
     CAPTURED = 3
 
@@ -105,9 +105,7 @@ class MethodHooks(ABC):
     # The data
 
     def build_memory(self) -> ReplayMemory:
-        """Builds the empty replay memory. Methods override it for another policy, or to store more
-        for each slot.
-        """
+        """Builds the empty replay memory; methods override it to store other things."""
         config = self.config
         balanced = config.options.memory_policy == "balanced"
         kind = partial(BalancedMemory, classes=self.classes) if balanced else ReplayMemory
@@ -184,9 +182,7 @@ class MethodHooks(ABC):
         return torch.optim.Adam(network.parameters(), **settings, **how)
 
     def train_batch(self, x: Tensor, y: Tensor) -> dict[str, Tensor] | None:
-        """Takes one of the ``iterations`` on a batch, which is given as for :meth:`plan`: one step,
-        unless a method takes several.
-        """
+        """Takes one of the ``iterations`` on a batch, as for :meth:`plan`: by default one step."""
         plan = self.plan(x, y)
         return None if plan is None else self.step(self.inputs(plan))
 
@@ -219,16 +215,12 @@ class MethodHooks(ABC):
 
     @classmethod
     def views_at_once(cls, config: RunConfig) -> int:
-        """The views in the largest forward pass of training, for an estimate of what fits; 0 where
-        they are few.
-        """
+        """Views in training's largest forward pass, to estimate what fits; 0 where they are few."""
         return 0
 
     @classmethod
     def statistics_bytes(cls, config: RunConfig, classes: int) -> int:
-        """The bytes of what a learner keeps of each class beside images, for an estimate of what
-        fits; 0 where they are few.
-        """
+        """Bytes kept of each class beside images, to estimate what fits; 0 where they are few."""
         return 0
 
     @classmethod

@@ -38,9 +38,7 @@ class _Kept(NamedTuple):
 
 
 class KeptValues:
-    """The tensors and modules that a learner keeps, by name; see
-    :meth:`mose_fast.methods.Learner.keep`.
-    """
+    """What a learner keeps, by name; see :meth:`mose_fast.methods.Learner.keep`."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -80,11 +78,7 @@ class KeptValues:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the result of :meth:`tensors` in place; a tensor of another shape is replaced.
-
-        Raises:
-            ValueError: The tensors are those of other values.
-        """
+        """Copies the result of :meth:`tensors`; ValueError if it is of other values."""
         own = self.tensors()
         replaced = {
             name: kept
@@ -105,11 +99,7 @@ class KeptValues:
 
     @contextmanager
     def only_plans(self) -> Iterator[None]:
-        """A context that may write only what plans write.
-
-        Raises:
-            RuntimeError: Something else was written; the message names it.
-        """
+        """A context that may write only what plans write; else RuntimeError."""
         others = {name: kept.tensors for name, kept in self._kept.items() if kept.written != "plans"}
         before = {name: [tensor._version for tensor in tensors] for name, tensors in others.items()}
         yield
@@ -144,16 +134,9 @@ def survives_json(value: Any) -> bool:
 def unsaved(
     attributes: Mapping[str, Any], saved: Collection[Tensor], known: Iterable[Any] = ()
 ) -> tuple[str, str] | None:
-    """The first of some attributes that holds numbers of its own which are not among those saved.
-
-    Args:
-        attributes: Values by name; looked into are modules, containers and objects of classes that
-            are not the standard library's.
-        saved: The tensors of the state.
-        known: Objects not to look into.
-
-    Returns:
-        Where it is, for example ``centres`` or ``history[2]``, and what it is; None: there is none.
+    """The first of some attributes that holds numbers of its own which are not in ``saved``: where,
+    for example ``history[2]``, and what; None: there is none. Looked into are modules, containers
+    and objects of classes that are not the standard library's, but for those ``known``.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in saved}
     waiting, met = [*attributes.items()][::-1], set(map(id, known))
@@ -173,7 +156,6 @@ def unsaved(
 
 
 def _inside(value: Any) -> list[tuple[str, Any]]:
-    """What a value holds, each with its place in it."""
     if isinstance(value, nn.Module):
         return [(f".{name}", tensor) for name, tensor in (*value.named_parameters(), *value.named_buffers())]
     if isinstance(value, Mapping):

@@ -17,15 +17,9 @@ _ALIGNMENT = 256
 
 
 class RunningStatistics:
-    """All buffers of a network as views of one piece of memory, so that a step can be undone for
-    all of them by one copy before it and one after it.
-
-    Args:
-        network: The network; views with equal values replace its buffers. Moving it to another
-            device or dtype later undoes that.
-
-    Attributes:
-        memory: int64, the memory of all buffers.
+    """All buffers of a network as views of one piece of ``memory``, int64, so that a step can be
+    undone for all of them by one copy before it and one after it. Moving the network to another
+    device or dtype later undoes that.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -45,9 +39,8 @@ class RunningStatistics:
     @contextmanager
     def undone_if(self, closed: Tensor) -> Iterator[None]:
         """A context that restores the statistics of its start if ``closed``, a bool scalar on their
-        device, is True at its end.
-
-        The host does not read ``closed``, so this can be part of a captured graph.
+        device, is True at its end. The host does not read it, so it can be part of a captured
+        graph.
         """
         self._before.copy_(self.memory)
         yield
@@ -85,11 +78,11 @@ class Latch:
             return
         self.closed = torch.zeros((), dtype=torch.bool, device=device)
         if reads_losses_late:
-            # PyTorch's own way to skip a step by a value on the card, made for gradient scaling.
+            # PyTorch's own way to skip a step by a value on the GPU, made for gradient scaling.
             self._skip = optimiser.found_inf = torch.zeros((), device=device)
 
     def __bool__(self) -> bool:
-        """Whether the latch is closed; on a card this waits for the card."""
+        """Whether the latch is closed; on a GPU this waits for the GPU."""
         return bool(self.closed)
 
     def open(self) -> None:
@@ -111,7 +104,5 @@ class Latch:
         return not self.froze
 
     def reported(self, loss: Tensor) -> Tensor:
-        """The loss that the step reports: NaN once the latch is closed, even if the frozen
-        network's loss is finite.
-        """
+        """The loss that the step reports: NaN once the latch is closed."""
         return torch.where(self.closed, torch.nan, loss.detach())

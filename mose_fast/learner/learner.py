@@ -66,7 +66,7 @@ class Learner(Planner):
         kernels: ``fused`` or ``torch``: the value that the configuration's ``kernels`` has here.
         evaluation_batch: Images in a forward pass of an evaluation.
         precision: The value that the configuration's ``precision`` has here, and why.
-        self_check: The verdict on the kernels of this kind of card, which the process obeys; None
+        self_check: The verdict on the kernels of this kind of GPU, which the process obeys; None
             where no kernels run.
         stepping: The value that the configuration's ``step`` has here, and why.
         feed: What makes the views, and why.
@@ -220,7 +220,7 @@ class Learner(Planner):
     def _choose_step(self, wanted: str) -> Choice:
         obstacle = ""
         if self.device.type != "cuda":
-            obstacle = f"the device is {self.device}, and CUDA graphs are a card's"
+            obstacle = f"the device is {self.device}, and CUDA graphs need a GPU"
         elif self.planning < Planning.CAPTURED:
             obstacle = f"method {self.config.method!r} {self.not_captured}"
         if wanted == "captured" and obstacle:
@@ -296,9 +296,7 @@ class Learner(Planner):
         return classify(features, logits, self.class_means())[classifier][expert].cpu()
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
-        """The names that the results use for this classifier and expert; None means those of the
-        configuration.
-        """
+        """The results' names of this classifier and expert; None: those of the configuration."""
         o = self.config.options
         classifier, expert = o.classifier if classifier is None else plain(classifier), plain(expert)
         if expert is None:
@@ -318,9 +316,7 @@ class Learner(Planner):
         return classifier, expert
 
     def costs(self) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates per image, of the network in training and of the part
-        that :meth:`predict` needs by default.
-        """
+        """Parameters and multiply-accumulates an image, in training and for :meth:`predict`."""
         return self.model.costs(self.image_size, deepest=self.resolve_expert() == ("ncm", str(self.network.experts)))
 
     # State
@@ -355,9 +351,7 @@ class Learner(Planner):
         return rebuilt, (class_of(self), *parts(self))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of :meth:`state` themselves, many of them views of common memory, which the
-        next step changes.
-        """
+        """The tensors of :meth:`state` themselves, which the next step changes."""
         memory = {f"memory/{name}": tensor for name, tensor in self.memory.tensors().items()}
         return self.model.state() | memory | {f"kept/{name}": t for name, t in self._kept.tensors().items()}
 

@@ -58,7 +58,6 @@ def load_learner(path: str | Path, *, device: str | None = None, method: str | N
 
 
 def _warn_of_changes(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Warns if other code or another machine saved a learner."""
     changes = [method_changes(before["method_files"], now["method_files"])]
     if before["code"] != now["code"]:
         changes.append(f"mose-fast was {told_code(before)} and is {told_code(now)} now")

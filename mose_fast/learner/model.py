@@ -23,11 +23,9 @@ __all__ = ["Model", "first_difference", "padded_size", "set_precision"]
 
 
 def padded_size(images: int, batch: int) -> int:
-    """The size that images are padded to for a forward pass: ``batch``, or the smallest of its
-    repeated halves that is large enough.
+    """The size that images are padded to: ``batch``, or its smallest repeated half that is enough.
 
-    On a card, cuDNN searches plans for all convolutions when a batch size occurs for the first
-    time. The last part of each evaluation has another size; padding leaves only a few sizes.
+    On a GPU, cuDNN searches plans for each new batch size; padding leaves only a few.
     """
     while images <= -(-batch // 2) < batch:
         batch = -(-batch // 2)
@@ -131,9 +129,7 @@ class Model:
         return torch.autocast(self._device.type, torch.bfloat16, enabled=self._precision == "bf16")
 
     def forward(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The network's forward pass in the run's precision; it uses the bf16 copies of the
-        weights if the optimiser keeps some.
-        """
+        """The network's forward pass in the run's precision, with bf16 copies of weights if any."""
         if self._shadowed:
             names = [name for name, _ in self.network.named_parameters()]
             weights = dict(zip(names, self.leaves, strict=True))
@@ -151,15 +147,9 @@ class Model:
             self._weight = 1.0
 
     def minimise(self, loss: Tensor, backward: Callable[[], None] | None = None) -> Tensor:
-        """Takes one optimiser step on a loss, unless it or an earlier one is not finite.
-
-        Args:
-            loss: The loss, a scalar.
-            backward: A function that fills the gradients of :attr:`leaves`; None: the loss's
-                gradients.
-
-        Returns:
-            The loss that :meth:`Latch.reported` returns.
+        """Takes one optimiser step on a scalar loss, unless it or an earlier one is not finite;
+        returns the loss that :meth:`Latch.reported` returns. ``backward`` fills the gradients of
+        :attr:`leaves` in place of the loss's own backward pass.
         """
         if self.latch.admits(loss):
             self.optimiser.zero_grad(set_to_none=True)
@@ -172,11 +162,8 @@ class Model:
 
     @torch.no_grad()
     def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:
-        """Features float32 [E, N, D] and logits float32 [E, N, K] in evaluation mode.
-
-        Args:
-            x: uint8 [N, H, W, 3], raw images.
-            after_part: Called after each forward pass.
+        """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3]
+        in evaluation mode; ``after_part`` is called after each forward pass.
         """
         self.network.eval()
         features, logits = [], []
@@ -195,15 +182,10 @@ class Model:
 
     @contextmanager
     def renewed(self, rows: Tensor, values: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
-        """A context of one step, before which rows of some parameters start anew, with zero
-        moments. If the step is not taken, all is as before.
-
-        The host asks the device for nothing, so this can be part of a captured graph.
-
-        Args:
-            rows: bool [K], the rows that start anew.
-            values: What they start from, for each parameter a tensor of its shape, [K, ...]; None:
-                :attr:`first_rows`.
+        """A context of one step, before which ``rows``, bool [K], of some parameters start anew
+        from ``values`` [K, ...], or :attr:`first_rows`, with zero moments. If the step is not
+        taken, all is as before. The host asks the device for nothing, so it can be part of a
+        captured graph.
         """
         before = []
         with torch.no_grad():
@@ -221,27 +203,19 @@ class Model:
             self.weights_were_set()
 
     def forget_moments(self) -> None:
-        """Sets the optimiser's moments and counts of steps to zero, as a new one has them; not once
-        the latch is closed.
-        """
+        """Sets the optimiser's moments and step counts to zero, unless the latch is closed."""
         for moments in self.optimiser.state.values():
             for tensor in moments.values():
                 tensor.masked_fill_(~self.latch.closed.to(tensor.device), 0)
 
     def weights_were_set(self) -> None:
-        """Call this after parameters were changed by anything but a step: it renews the bf16 copies
-        of the weights.
-        """
+        """Renews the bf16 copies of weights; call it after anything but a step changed them."""
         if isinstance(self.optimiser, FlatAdam):
             self.optimiser.refresh_shadows()
 
     def costs(self, image_size: tuple[int, int], *, deepest: bool) -> tuple[Cost, Cost]:
-        """Parameters and multiply-accumulates an image of the network in training, and deployed.
-
-        Args:
-            image_size: (H, W).
-            deepest: Whether the deployed part needs only the deepest expert's feature; else it
-                needs all logits.
+        """Parameters and multiply-accumulates an image (H, W) of the network in training, and of
+        what is deployed: the ``deepest`` expert's feature alone, or all logits.
         """
         network = copy.deepcopy(self.network)
         # Modules are what is counted, so each must run.
@@ -260,9 +234,7 @@ class Model:
         return tensors
 
     def changed_numbers(self) -> list[dict[str, float]]:
-        """The numbers of the optimiser's groups, such as the learning rate, that the method has
-        changed since it was built.
-        """
+        """The optimiser's numbers, such as the learning rate, that the method has changed."""
         pairs = zip(self._numbers(), self._built_with, strict=True)
         return [{name: value for name, value in now.items() if value != before[name]} for now, before in pairs]
 
@@ -274,10 +246,8 @@ class Model:
         ]
 
     def load(self, tensors: dict[str, Tensor], changed: Sequence[Mapping[str, float]] = ()) -> None:
-        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch.
-
-        Raises:
-            ValueError: The state belongs to another network.
+        """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch;
+        ValueError if they belong to another network.
         """
         network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
         difference = first_difference(network, self.network.state_dict())

@@ -26,11 +26,7 @@ __all__ = [
 
 
 def all_settings(method: str) -> dict[str, Setting]:
-    """Every single setting of a run of ``method``, by its dotted name.
-
-    Raises:
-        ConfigError: There is no such method.
-    """
+    """Every setting of a run of ``method``, by dotted name; ConfigError if it is unknown."""
     return {**settings_of(RunConfig), **settings_of(StreamConfig), **settings_of(method_settings(method).options)}
 
 
@@ -50,15 +46,7 @@ def dotted(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assignment(text: str, flag: str) -> tuple[str, str]:
-    """Splits ``NAME=VALUE``.
-
-    Args:
-        text: The text that was given.
-        flag: The flag that it was given to, for the message.
-
-    Raises:
-        ConfigError: There is no ``=``.
-    """
+    """Splits ``NAME=VALUE``, given to ``flag``; ConfigError if there is no ``=``."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ConfigError(f"{flag} is {text!r}; wanted NAME=VALUE, for example {flag} augment=simclr")
@@ -66,16 +54,9 @@ def assignment(text: str, flag: str) -> tuple[str, str]:
 
 
 def full_name(name: str, known: Mapping[str, Any], flag: str) -> str:
-    """The dotted name of a setting; a method's options may be given without theirs, ``augment`` for
-    ``options.augment``.
+    """The dotted name of a setting given to ``flag``; ``augment`` stands for ``options.augment``.
 
-    Args:
-        name: The name that was given.
-        known: Settings by dotted name, as :func:`all_settings` gives them.
-        flag: The flag that it was given to, for the message.
-
-    Raises:
-        ConfigError: There is no such setting; the message has near matches.
+    ConfigError with near matches if it is not among ``known``, the result of :func:`all_settings`.
     """
     setting = name if name in known else f"options.{name}"
     if setting not in known:
@@ -130,9 +111,7 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with the paths of its data and method made absolute, so that its run can be
-    continued from any folder.
-    """
+    """The configuration with absolute paths, so that its run continues from any folder."""
     stream = config.stream
     data_dir = None if stream.data_dir is None else _absolute(stream.data_dir)
     stream = dataclasses.replace(stream, name=_absolute_stream(stream.name), data_dir=data_dir)

@@ -41,11 +41,7 @@ class Planner(MethodHooks):
 
     @property
     def model(self) -> Model:
-        """The network and its optimiser.
-
-        Raises:
-            RuntimeError: A batch is being planned ahead of earlier steps.
-        """
+        """The network and its optimiser; RuntimeError while a batch is planned ahead of steps."""
         if self._planning_ahead:
             raise RuntimeError(
                 f"method {self.config.method!r} looks at its model in plan or store, which run ahead of the steps;"
@@ -74,10 +70,7 @@ class Planner(MethodHooks):
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss was not finite. Since then, nothing is trained or stored.
-
-        On a card this waits for the card.
-        """
+        """Whether a loss was not finite, so that nothing is trained any more; waits for a GPU."""
         return bool(self.model.latch)
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
@@ -170,7 +163,7 @@ class Planner(MethodHooks):
 
         A learner that plans ahead chooses the step's rows and fills the memory here. It may prepare
         more batches before it takes this batch's step. ``x`` may already be on the learner's
-        device; if ``y`` is on the host, it is read without waiting for a card.
+        device; if ``y`` is on the host, it is read without waiting for a GPU.
         """
         x, y = self.data.check_batch(x, y)
         with self.data.record() as before:
@@ -202,25 +195,14 @@ class Planner(MethodHooks):
         return PlannedBatch(self, before, steps=[PlannedStep(plan, self.inputs(plan))])
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
-        """Takes one training step on memory slots only (training on the final memory).
-
-        Args:
-            slots: int64 [n], the slots.
-
-        Returns:
-            The step's losses by name.
-        """
+        """A training step on memory slots, int64 [n], alone; returns its losses by name."""
         return self.step(self.inputs(self.rehearsal(slots)))
 
     def step(self, inputs: Any, train_on: Callable[[Any], dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Takes one training step and counts it.
+        """Takes one training step on the result of :meth:`inputs`, and counts it.
 
-        Args:
-            inputs: The result of :meth:`inputs`.
-            train_on: A function that takes the step in place of :meth:`take_step`.
-
-        Returns:
-            The step's losses by name, as scalars on the learner's device.
+        ``train_on`` takes it in place of :meth:`take_step`. Returns the losses by name, scalars on
+        the learner's device.
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())
@@ -230,9 +212,7 @@ class Planner(MethodHooks):
         return losses
 
     def take_step(self, inputs: Any) -> dict[str, Tensor]:
-        """:meth:`train_on`, which changes nothing that is kept once the run has diverged. This is
-        what a captured step captures.
-        """
+        """:meth:`train_on`, without effect once the run has diverged; what a graph captures."""
         with undone_if(self.model.latch.closed, self._kept.written("steps")):
             losses = self.train_on(inputs)
         wanted = "the losses by name, floating-point scalars, the minimised one first"
@@ -267,14 +247,8 @@ class Planner(MethodHooks):
         """
 
     def expect_boundaries(self, found: str) -> None:
-        """Refuses a stream without task boundaries if the method needs them; warns once if one of
-        its options does.
-
-        Args:
-            found: What shows that there are none; completes a sentence after "but".
-
-        Raises:
-            ConfigError: The method needs task boundaries.
+        """Raises ConfigError for a stream without task boundaries if the method needs them; warns
+        once if one of its options does. ``found`` says what shows it, after "but".
         """
         self.check_boundaries(self.config, found)
         for (switch, value), effect in self.without_boundaries.items():

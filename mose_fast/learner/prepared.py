@@ -16,12 +16,9 @@ __all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCom
 
 
 class ViewsToCome(NamedTuple):
-    """Inputs of a step whose views may be made on another thread before the step.
-
-    Attributes:
-        make: Gives the views. It reads nothing but the plan and what never changes.
-        kind: Makes of views and ``targets`` the inputs as ``train_on`` wants them.
-        targets: What the step reads beside its views, a tuple.
+    """Inputs of a step whose views may be made on another thread, by ``make``, which reads nothing
+    but the plan and what never changes. ``kind`` makes of views and ``targets``, a tuple of what
+    the step reads beside them, the inputs as ``train_on`` wants them.
     """
 
     make: Callable[[], Tensor]
@@ -50,12 +47,8 @@ class Taker(Protocol):
 
 @dataclass(eq=False)
 class PlannedStep:
-    """A step that is planned.
-
-    Attributes:
-        plan: From the learner's ``plan``.
-        inputs: From the learner's ``inputs``.
-        views: The views of inputs that have none yet, where they were made ahead.
+    """A planned step: ``plan`` and ``inputs`` of the learner's functions of these names; ``views``:
+    those of inputs that have none yet, where they were made ahead.
     """
 
     plan: Any
@@ -65,13 +58,7 @@ class PlannedStep:
 
 @dataclass(eq=False)
 class Prepared(ABC):
-    """A batch that a learner was given and whose step is still to be taken.
-
-    Attributes:
-        learner: The learner.
-        before: Its data plane before the batch came.
-        steps: Its planned steps, in order.
-    """
+    """A batch whose planned steps are still to be taken; ``before``: the data before it came."""
 
     learner: Taker
     before: DataRecord
@@ -139,12 +126,7 @@ class WholeBatch(Prepared):
 
 @dataclass(eq=False)
 class StoredBatch(Prepared):
-    """A batch that trains nothing.
-
-    Attributes:
-        x: Its images.
-        slots: Where they were stored, from the learner's ``store``; None if they were not offered.
-    """
+    """A batch of images ``x`` that trains nothing, in memory ``slots``; None: not offered."""
 
     x: Tensor
     slots: Tensor | None

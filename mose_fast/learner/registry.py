@@ -59,9 +59,7 @@ def method(
         name: The value of ``RunConfig.method``.
         options: Dataclass of its switches.
         presets: Presets by name; the first is the default.
-        year: See :class:`About`.
-        reference: See :class:`About`.
-        cost: See :class:`About`.
+        year, reference, cost: See :class:`About`.
 
     Raises:
         ConfigError: The class is not a learner, lacks a function that every learner must have, or
@@ -83,11 +81,7 @@ def method(
 
 
 def check_learner(learner: Any, owner: str) -> None:
-    """Refuses a class that is not a complete learner.
-
-    Raises:
-        ConfigError: Functions are missing; the message names them.
-    """
+    """Refuses a class that is not a complete learner by a ConfigError that names what it lacks."""
     if not isinstance(learner, type) or not issubclass(learner, MethodHooks):
         lacking = [name for name in sorted(MethodHooks.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
@@ -108,10 +102,7 @@ def import_own_methods() -> None:
 
 def find_method(name: str) -> type[MethodHooks] | None:
     """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
-    None if there is none.
-
-    Raises:
-        ConfigError: The file or entry point cannot be used.
+    None if there is none. ConfigError if the file or entry point cannot be used.
     """
     import_own_methods()
     if name in METHODS:
@@ -137,12 +128,7 @@ def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
 
 
 def check_unchanged(learner: type[MethodHooks]) -> None:
-    """Refuses a method whose files were edited since this process imported them: the old code would
-    run.
-
-    Raises:
-        ConfigError: The message names the files.
-    """
+    """Raises ConfigError if a method's files were edited since: the old code would run."""
     if edited := method_changes(method_files(learner), _files_now(learner)):
         raise ConfigError(
             f"the files of method {learner.__qualname__} were edited after this process had imported them ({edited});"

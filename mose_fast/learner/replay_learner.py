@@ -15,76 +15,31 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
-from mose_fast.learner.about import Preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
-from mose_fast.learner.teacher import Outputs, Teacher
+from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.run import LEARNING_RATES, RECIPES, WEIGHT_DECAYS, ConfigError, ReplayOptions, knob, shown
+from mose_fast.ops.expert_losses import masked_cross_entropy
+from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
 
-__all__ = [
-    "TABLE",
-    "BaselineOptions",
-    "Inputs",
-    "Outputs",
-    "ReplayLearner",
-    "Rows",
-    "cross_entropy",
-    "sources_preset",
-    "table_preset",
-]
-
-#: Source of the preset ``table``.
-TABLE = (
-    "MOSE, section 5.1: one protocol for all baselines; what it leaves open as recommended in the method's file (a"
-    " choice)"
-)
-
-
-def table_preset(note: str = "") -> Preset:
-    """The preset ``table`` of a baseline: the shared protocol, which is the options' defaults.
-
-    Args:
-        note: What a reader of its results must know about this method, for its source.
-    """
-    return Preset(f"{TABLE}; {note}" if note else TABLE)
-
-
-def sources_preset(source: str, **changes: Any) -> Preset:
-    """The preset ``sources`` of a baseline: the paper's appendix taken literally, which has each
-    method by the defaults of its source code, but with the optimiser, the number of replayed rows
-    and the augmentation of the shared protocol.
-
-    Args:
-        source: The source of each value in ``changes``, which it names with its switch.
-        **changes: Switches that differ from the options' defaults.
-    """
-    return Preset(
-        f"MOSE, appendix: the defaults of the method's source code, in the shared protocol; {source}", changes
-    )
+__all__ = ["REPLAY_LOSSES", "BaselineOptions", "Inputs", "Outputs", "ReplayLearner", "Rows", "cross_entropy"]
 
 
 @dataclass(frozen=True)
 class BaselineOptions(ReplayOptions):
-    """Switches that all baselines have.
+    """Switches of all baselines; the defaults are the shared protocol of the MOSE comparison."""
 
-    The defaults are the shared protocol of the MOSE comparison.
-    """
-
-    augment: str = knob(
-        "simclr", "recipe of the views", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
+    augment: str = ReplayOptions.again(
+        "augment", "simclr", "paper 5.1: flip, gray and crop for all but SCR and DER++", choices=RECIPES
     )
-    lr: float = knob(1e-3, "learning rate", "paper 5.1", above=0, search=LEARNING_RATES)
-    weight_decay: float = knob(1e-4, "weight decay, added to the gradient", "paper 5.1", low=0, search=WEIGHT_DECAYS)
-    classifier: str = knob(
-        "linear",
-        "what predict() classifies by",
-        "the methods' own papers",
-        choices={"linear": "", "ncm": "nearest class mean"},
+    lr: float = ReplayOptions.again("lr", 1e-3, "paper 5.1", doc="learning rate")
+    weight_decay: float = ReplayOptions.again(
+        "weight_decay", 1e-4, "paper 5.1", doc="weight decay, added to the gradient"
     )
+    classifier: str = ReplayOptions.again("classifier", "linear", "the methods' own papers")
     optimiser: str = knob(
         "adam", "optimiser", "paper 5.1: Adam for all; repositories: SGD", choices={"adam": "", "sgd": ""}
     )
@@ -100,7 +55,7 @@ class BaselineOptions(ReplayOptions):
         "all",
         "tasks that replayed rows come from",
         "choice (docs/specification/baselines.md section 2); the repositories differ",
-        choices={"all": "", "others": "every task but the current"},
+        choices=REPLAY_FROM,
     )
 
 
@@ -144,6 +99,13 @@ class Inputs(NamedTuple):
     extras: dict[str, Any]
 
 
+#: How the cross-entropy of incoming and replayed rows may be averaged.
+REPLAY_LOSSES = {
+    "two_means": "a mean over incoming rows plus one over replayed rows",
+    "one_mean": "one mean over all rows",
+}
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
     return F.cross_entropy(logits.float(), labels)
@@ -162,10 +124,10 @@ class ReplayLearner(Learner):
     :meth:`make_views`, :meth:`extras`, :meth:`projection_head`, :meth:`classification_head` and
     :meth:`train_on`. All of them start from the same weights for the same seed.
 
-    Rows are chosen and views made before the step, several batches ahead, and on a card the step is
+    Rows are chosen and views made before the step, several batches ahead, and on a GPU the step is
     a CUDA graph. So :meth:`train_on` and all that it calls read only their arguments, the model,
     the configuration, and tensors that are changed in place; and they never ask a tensor for a
-    value or for the places where it is true, which would wait for the card.
+    value or for the places where it is true, which would wait for the GPU.
     """
 
     planning: ClassVar[Planning] = Planning.CAPTURED
@@ -214,9 +176,7 @@ class ReplayLearner(Learner):
         return linear
 
     def projection_head(self, feature_size: int) -> nn.Module:
-        """The layer that maps features to the projections of a contrastive loss; None for methods
-        without such a loss.
-        """
+        """The layer from features to the projections of a contrastive loss; by default none."""
         return nn.Identity()
 
     def build_optimiser(self, network: ExpertNetwork) -> torch.optim.Optimizer:
@@ -242,8 +202,12 @@ class ReplayLearner(Learner):
         """The slots of the rows to replay with an incoming batch, int64 [at most ``buffer_batch``];
         by default drawn uniformly without replacement.
         """
-        o = self.config.options
-        return self.memory.draw(o.buffer_batch, others=self.task if o.replay_from == "others" else None)
+        return self.draw(self.config.options.buffer_batch)
+
+    def draw(self, count: int) -> Tensor:
+        """At most ``count`` slots, drawn uniformly from the tasks that ``replay_from`` names."""
+        others = self.config.options.replay_from == "others"
+        return self.memory.draw(count, others=self.task if others else None)
 
     def rows(self, x: Tensor, y: Tensor, *sets: Tensor) -> Rows:
         """The rows of a step: incoming rows and sets of memory slots."""
@@ -363,21 +327,27 @@ class ReplayLearner(Learner):
     def forward(self, views: Tensor) -> Outputs:
         """The forward pass in training mode and in the run's precision."""
         self.network.train()
-        count = len(views)
-        if count == 1:
-            # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in
-            # the last stage.
-            views = torch.cat([views, views])
-        outputs = self.model.forward(views.contiguous(memory_format=torch.channels_last))
-        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+        return outputs_of(self.model.forward, views)
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        """The terms whose sum is minimised, float32 scalars by name: a mean cross-entropy for every
-        set of rows that is not empty. Which terms there are depends on plain values alone.
+        """The terms whose sum is minimised, float32 scalars by name; by default the cross-entropy.
+        Which terms there are depends on plain values alone.
         """
+        return self.cross_entropies(outputs, rows)
+
+    def cross_entropies(self, outputs: Outputs, rows: Inputs, classes: Tensor | None = None) -> dict[str, Tensor]:
+        """The cross-entropy over some classes, bool [K], or all of them: by the option
+        ``replay_loss`` one mean, or one for every set of rows that is not empty.
+        """
+
+        def term(logits: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(logits, labels) if classes is None else masked_cross_entropy(logits, labels, classes)
+
+        if getattr(self.config.options, "replay_loss", "two_means") == "one_mean":
+            return {"cross_entropy": term(outputs.logits, rows.labels)}
         names = ("incoming", "replayed")
         parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
-        return {name: cross_entropy(logits, labels) for name, logits, labels in parts if len(labels)}
+        return {name: term(logits, labels) for name, logits, labels in parts if len(labels)}
 
     # The end of a task
 

@@ -25,7 +25,7 @@ def check_returned(learner: object, hook: str, found: Any, fits: bool, wanted: s
 def are_slots(found: Any, low: int, below: int, count: int | None = None) -> bool:
     """Whether ``found`` is int64 [count], or of any length, in ``low`` ... ``below`` - 1.
 
-    On a card its values are not looked at, since the host would wait.
+    On a GPU its values are not looked at, since the host would wait.
     """
     if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.dim() != 1:
         return False
@@ -60,7 +60,6 @@ def _by_name(found: Any) -> bool:
 
 
 def _told(found: Any) -> str:
-    """What a value is, in a few words."""
     if isinstance(found, Tensor):
         ends = ""
         if found.device.type == "cpu" and found.numel() and found.dtype == torch.int64:

@@ -24,14 +24,9 @@ _BYTES_BESIDE_AN_IMAGE = 24
 
 
 class LeastBytes(NamedTuple):
-    """The bytes that a learner needs at least.
-
-    Attributes:
-        memory: For its replay memory.
-        network: For its network with gradients and moments.
-        views: For what a step keeps of its views for their gradients; 0 for methods whose views are
-            few.
-        statistics: For what it keeps of each class; 0 for most methods.
+    """The bytes that a learner needs at least: for its replay memory, its network with gradients
+    and moments, what a step keeps of its views for gradients (0: few), and statistics of classes
+    (0: few).
     """
 
     memory: int
@@ -57,16 +52,7 @@ def least_bytes(config: RunConfig, image_size: tuple[int, int], classes: int) ->
 
 
 def check_room(config: RunConfig, image_size: tuple[int, int], classes: int) -> None:
-    """Refuses a learner that cannot fit into the free memory of its device.
-
-    Args:
-        config: The run's settings.
-        image_size: (H, W) of the images.
-        classes: Number of classes of the stream.
-
-    Raises:
-        ConfigError: It needs more; the message says how much is needed and how much is free.
-    """
+    """Raises ConfigError for a learner that cannot fit into the free memory of its device."""
     least = least_bytes(config, image_size, classes)
     if sum(least) <= _ALWAYS:
         return
@@ -90,6 +76,6 @@ def check_room(config: RunConfig, image_size: tuple[int, int], classes: int) -> 
     raise ConfigError(
         f"{name} is {value}, which does not fit: the replay memory of {config.memory} images takes"
         f" {gigabytes(least.memory)}, the network of width {config.width} at least {gigabytes(least.network)}{views}"
-        f"{kept}, and {gigabytes(free)} are free on {'the card' if device.type == 'cuda' else 'this machine'}; wanted a"
+        f"{kept}, and {gigabytes(free)} are free on {'the GPU' if device.type == 'cuda' else 'this machine'}; wanted a"
         f" smaller {name}"
     )

@@ -102,7 +102,7 @@ class RotatedLearner(ReplayLearner):
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
         cap = o.buffer_batch if o.per_class_cap is None else o.per_class_cap * len(self.seen)
-        return self.memory.draw(min(o.buffer_batch, cap), others=self.task if o.replay_from == "others" else None)
+        return self.draw(min(o.buffer_batch, cap))
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """``offsets``: int64 [2], where the pieces of the features begin that projections are
@@ -114,9 +114,7 @@ class RotatedLearner(ReplayLearner):
         return {"offsets": uniform_below32(words[0], places)}
 
     def view_parts(self, rows: Rows, contrasted: int, *others: Tensor) -> list[Tensor]:
-        """Fixed views of the first ``contrasted`` rows, the same augmented, and an augmented view
-        of each of ``others``, sets of images.
-        """
+        """Fixed views of the ``contrasted`` first rows; augmented ones of these and ``others``."""
         rotated = rotations(rows.images[:contrasted], self.config.options.rotations)
         views = super().make_views(rows._replace(images=torch.cat([rotated, *others])))
         return [self.views.normalise(rotated), *views.split([len(rotated), *map(len, others)])]
@@ -129,9 +127,7 @@ class RotatedLearner(ReplayLearner):
         return values[: count * rows].unflatten(0, (count, rows))[:, first:last].flatten(0, 1)
 
     def rotated_labels(self, labels: Tensor) -> Tensor:
-        """The labels of every rotation of rows, one rotation after the other: y + K b for rotation
-        b.
-        """
+        """Labels of every rotation of rows, one after the other: y + K b for rotation b."""
         blocks = torch.arange(self.config.options.rotations, device=labels.device)
         return (labels + self.classes * blocks[:, None]).flatten()
 

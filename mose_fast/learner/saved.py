@@ -24,10 +24,8 @@ KIND, FORMAT = "mose_fast_learner", 1
 
 
 def made_by(learner: MethodHooks) -> dict[str, Any]:
-    """The code and the machine that computed a learner, as plain values.
-
-    Raises:
-        ConfigError: The method's files were edited after they had been imported.
+    """The code and the machine that computed a learner, as plain values; ConfigError if the
+    method's files were edited after they had been imported.
     """
     check_unchanged(type(learner))
     build = build_info()
@@ -57,11 +55,8 @@ def told_code(made: dict[str, Any]) -> str:
 
 
 def parts(learner: MethodHooks) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What makes a learner again: the tensors of its state, and values for JSON.
-
-    Raises:
-        ConfigError: It has planned steps that were not taken, or holds what is not part of its
-            state.
+    """What makes a learner again: the tensors of its state, and values for JSON; ConfigError if it
+    has planned steps that were not taken, or holds what is not part of its state.
     """
     if learner.data.ahead:
         raise ConfigError(
@@ -82,19 +77,13 @@ def parts(learner: MethodHooks) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def class_of(learner: MethodHooks) -> type[MethodHooks] | None:
-    """The class for :func:`rebuilt`; None for a class from a file, which is of no module that
-    another process could import.
-    """
+    """The class for :func:`rebuilt`; None for one from a file, which no process can import."""
     name, kind = learner.config.method, type(learner)
     return None if name.rpartition(":")[0].endswith(".py") and find_method(name) is kind else kind
 
 
 def rebuilt(kind: type[MethodHooks] | None, tensors: dict[str, Tensor], values: dict[str, Any]) -> MethodHooks:
-    """The inverse of :func:`parts`.
-
-    Args:
-        kind: The learner's class; None finds it by its name.
-        tensors, values: The result of :func:`parts`.
+    """The inverse of :func:`parts`; ``kind`` None finds the learner's class by its name.
 
     Raises:
         ConfigError: There is no such method here, or it has other options.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,24 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import ConfigError, RunConfig, shown
 
-__all__ = ["Outputs", "Teacher"]
+__all__ = ["Outputs", "Teacher", "outputs_of"]
 
 
 class Outputs(NamedTuple):
-    """A network's outputs for the V views of a step: ``logits`` [V, K], ``features`` [V, D],
-    ``projections`` [V, P].
-    """
+    """Outputs for V views: ``logits`` [V, K], ``features`` [V, D], ``projections`` [V, P]."""
 
     logits: Tensor
     features: Tensor
     projections: Tensor
+
+
+def outputs_of(forward: Callable[[Tensor], Any], views: Tensor) -> Outputs:
+    """The outputs of a network of one expert for views float [V, 3, H, W]."""
+    # Batch norm in training refuses a single value a channel, which one 8x8 image leaves in the
+    # last stage.
+    given = torch.cat([views, views]) if len(views) == 1 else views
+    found = forward(given.contiguous(memory_format=torch.channels_last))
+    return Outputs(*(part[0, : len(views)] for part in (found.logits, found.features, found.projections)))
 
 
 class Teacher(nn.Module):
@@ -82,16 +90,11 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def outputs(self, views: Tensor) -> Outputs:
         """The copy's outputs for normalised views float [V, 3, H, W], without gradients."""
-        count = len(views)
-        if count == 1:
-            # Batch norm in training refuses a single value a channel.
-            views = torch.cat([views, views])
         autocast = torch.autocast(views.device.type, torch.bfloat16, enabled=self._half)
         # Nothing reads them, but they are state, which a step that is refused must not change.
         unchanged = self._statistics.undone_if(self._undone) if self.network.training else nullcontext()
         with autocast, unchanged:
-            outputs = self.network(views.contiguous(memory_format=torch.channels_last))
-        return Outputs(outputs.logits[0, :count], outputs.features[0, :count], outputs.projections[0, :count])
+            return outputs_of(self.network, views)
 
     def get_extra_state(self) -> Tensor:
         """``present``, for the ``state_dict``."""

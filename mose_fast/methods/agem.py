@@ -10,34 +10,24 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.gradients import flat_gradient, project, write_gradient
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    ReplayLearner,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
-from mose_fast.settings.run import knob
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, ReplayLearner, cross_entropy
 
 __all__ = ["Agem", "AgemOptions"]
 
 
 @dataclass(frozen=True)
 class AgemOptions(BaselineOptions):
-    """Switches of A-GEM. ``buffer_batch`` is the reference batch; incoming and reference rows
-    always pass the network separately.
-    """
+    """Switches of A-GEM; the reference batch of ``buffer_batch`` passes the network by itself."""
 
-    replay_from: str = knob(
+    replay_from: str = BaselineOptions.again(
+        "replay_from",
         "others",
-        "tasks that the reference batch comes from",
         "facebookresearch/agem: finished tasks; the port in RaptorMai/online-continual-learning: all",
-        choices={"others": "finished tasks", "all": ""},
+        doc="tasks that the reference batch comes from",
     )
 
 
@@ -50,11 +40,12 @@ class AgemOptions(BaselineOptions):
             "facebookresearch/agem @ 4542149: replay_from others, as table; its ring memory for each class and its head"
             " for each task have no place in the protocol"
         ),
-        # Of the official code's ring memory for each class and its head for each task, neither
-        # makes sense in this protocol.
-        "official": Preset(
+        "official": official_preset(
             "facebookresearch/agem @ 4542149, its CIFAR settings",
-            {"optimiser": "sgd", "lr": 0.03, "weight_decay": 0.0, "buffer_batch": 256, "augment": "none"},
+            lr=0.03,
+            weight_decay=0.0,
+            buffer_batch=256,
+            augment="none",
         ),
     },
     year=2019,

@@ -9,18 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
 from mose_fast.memory.shapley import ShapleyMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob
@@ -71,17 +63,14 @@ class AserOptions(BaselineOptions):
             per_class=1.5,
         ),
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
-        "official": Preset(
+        "official": official_preset(
             "RaptorMai/online-continual-learning @ 6175ca0, the command in its README for CIFAR-100",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "per_class": 1.5,
-                "augment": "none",
-                "init": "default",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=10,
+            per_class=1.5,
+            augment="none",
+            init="default",
         ),
     },
     year=2021,

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import (
     REPLAY_LOSS_SOURCE,
-    REPLAY_LOSSES,
     TEMPERATURES,
     ExemplarLearner,
     ExemplarOptions,
     log_softmax_within,
 )
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.corrected import CorrectedLinear, fit_correction
 from mose_fast.settings.run import ConfigError, RunConfig, knob
 
@@ -61,18 +60,15 @@ class BicOptions(ExemplarOptions):
             optimiser_per_task=True,
         ),
         # Its weight decay is the tenfold in the first of ten tasks, and falls to this one.
-        "official": Preset(
+        "official": official_preset(
             f"{_SOURCE} @ 739b628, its ImageNet settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 1e-4,
-                "optimiser_per_task": True,
-                "selection": "greedy",
-                "replay_loss": "one_mean",
-                "current_classes": "task",
-            },
             batch=256,
+            lr=0.1,
+            weight_decay=1e-4,
+            optimiser_per_task=True,
+            selection="greedy",
+            replay_loss="one_mean",
+            current_classes="task",
         ),
     },
     year=2019,

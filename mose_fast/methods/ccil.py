@@ -11,17 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
-from mose_fast.learner.exemplar_learner import (
-    REPLAY_FROM,
-    TEMPERATURES,
-    ExemplarLearner,
-    ExemplarOptions,
-    log_softmax_within,
-)
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, sources_preset, table_preset
-from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.learner.replay_learner import Inputs, Outputs
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
@@ -36,8 +29,8 @@ _SOURCE = "sud0301/essentials_for_CIL"
 class CcilOptions(ExemplarOptions):
     """Switches of CCIL."""
 
-    selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
-    replay_from: str = knob("all", "tasks that replayed rows come from", f"{_SOURCE}: all", choices=REPLAY_FROM)
+    selection: str = ExemplarOptions.again("selection", "random", _SOURCE)
+    replay_from: str = ExemplarOptions.again("replay_from", "all", f"{_SOURCE}: all")
     scale: float = knob(
         10.0,
         "initial scale of the cosines, which is learned",
@@ -55,20 +48,6 @@ class CcilOptions(ExemplarOptions):
     power: float = knob(0.66, "power of the ratio of classes seen to new ones", _SOURCE, low=0)
 
 
-def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature: float) -> Tensor:
-    """T^2 times the mean of q log(q / p) over rows *and old classes*, with the softmaxes q and p
-    over old classes of the teacher's and the student's logits divided by T: KL(q || p) divided by
-    the number of old classes.
-
-    Args:
-        student, teacher: Logits [N, K].
-        old: bool [K].
-        temperature: T.
-    """
-    q, p = (log_softmax_within(logits, old, temperature) for logits in (teacher, student))
-    return temperature**2 * (q.exp() * (q - p)).sum(1).mean() / old.sum()
-
-
 @method(
     "ccil",
     options=CcilOptions,
@@ -83,20 +62,17 @@ def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature
             optimiser_per_task=True,
         ),
         # Its learning rate of 0.01 after the first task and 120 epochs have no place here.
-        "official": Preset(
+        "official": official_preset(
             f"{_SOURCE} @ 50f7af3, its CIFAR-100 settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 5e-4,
-                "optimiser_per_task": True,
-                "buffer_batch": 100,
-                "augment": "pad_crop",
-                "passes": "separate",
-                "scale": 1.0,
-                "current_classes": "task",
-            },
             batch=100,
+            lr=0.1,
+            weight_decay=5e-4,
+            optimiser_per_task=True,
+            buffer_batch=100,
+            augment="pad_crop",
+            passes="separate",
+            scale=1.0,
+            current_classes="task",
         ),
     },
     year=2021,
@@ -146,3 +122,12 @@ class Ccil(ExemplarLearner):
             kept = [mean_distillation(s.float(), t.float(), extras["old"], temperature) for s, t in pairs]
             terms["distillation"] = extras["weight"] * torch.stack(kept).sum()
         return terms
+
+
+def mean_distillation(student: Tensor, teacher: Tensor, old: Tensor, temperature: float) -> Tensor:
+    """T^2 times the mean of q log(q / p) over rows *and old classes*, with the softmaxes q and p
+    over old classes, bool [K], of the teacher's and the student's logits [N, K] divided by T: KL(q
+    || p) divided by the number of old classes.
+    """
+    q, p = (log_softmax_within(logits, old, temperature) for logits in (teacher, student))
+    return temperature**2 * (q.exp() * (q - p)).sum(1).mean() / old.sum()

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
-from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
@@ -41,7 +40,7 @@ class Co2lOptions(ExemplarOptions):
     # The classes of the task appear in a loss only as those of its rows.
     current_classes: ClassVar[str] = "seen"
 
-    selection: str = knob("random", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    selection: str = ExemplarOptions.again("selection", "random", _SOURCE)
     projection: int = knob(128, "width of the contrastive projection", _SOURCE, low=1)
     temperature: float = knob(
         0.5,
@@ -78,60 +77,6 @@ class Co2lOptions(ExemplarOptions):
     )
 
 
-def similarities(projections: Tensor, temperature: float) -> Tensor:
-    """Cosine similarities / temperature of projections [V, P], float32 [V, V]; -inf to itself."""
-    z = F.normalize(projections.float(), dim=1)
-    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
-    return (z @ z.T / temperature).masked_fill(itself, -math.inf)
-
-
-def asymmetric_contrastive_loss(projections: Tensor, labels: Tensor, anchors: Tensor, temperature: float) -> Tensor:
-    """The supervised contrastive loss of anchors against all other views.
-
-    Args:
-        projections: float [V, P], not normalised.
-        labels: int64 [V]; each anchor's label must be that of another view too.
-        anchors: bool [V].
-        temperature: tau.
-
-    Returns:
-        tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
-    """
-    positive = (labels[:, None] == labels).fill_diagonal_(False)
-    each = -torch.where(positive, similarities(projections, temperature).log_softmax(1), 0).sum(1) / positive.sum(1)
-    return temperature / _BASE_TEMPERATURE * torch.where(anchors, each, 0).mean()
-
-
-def relation_distillation(projections: Tensor, taught: Tensor, temperature: float, taught_temperature: float) -> Tensor:
-    """Cross-entropy between the teacher's and the network's distribution of each view's
-    similarities to all others, both of projections float [V, P]; the mean over views.
-    """
-    wanted = similarities(taught, taught_temperature).softmax(1)
-    found = similarities(projections, temperature).log_softmax(1)
-    itself = torch.eye(len(wanted), dtype=torch.bool, device=wanted.device)
-    return -torch.where(itself, 0, wanted * found).sum(1).mean()
-
-
-def learning_rate(step: int, steps: int, options: Co2lOptions) -> float:
-    """The learning rate of a step.
-
-    Args:
-        step: Its number in its task, from 1.
-        steps: Steps of the task.
-        options: ``lr``, ``schedule`` and ``warm_up``.
-    """
-
-    def scheduled(share: float) -> float:
-        if options.schedule == "constant":
-            return options.lr
-        return options.lr * (_LEAST_SHARE + (1 - _LEAST_SHARE) * (1 + math.cos(math.pi * min(share, 1))) / 2)
-
-    warming = options.warm_up * steps
-    if step > warming:
-        return scheduled(step / steps)
-    return _WARM_UP_FROM + (step - 1) / warming * (scheduled(options.warm_up) - _WARM_UP_FROM)
-
-
 @method(
     "co2l",
     options=Co2lOptions,
@@ -140,19 +85,16 @@ def learning_rate(step: int, steps: int, options: Co2lOptions) -> float:
         "sources": sources_preset(f"{_SOURCE} @ 3af7064, its README: probe_lr 1.0", probe_lr=1.0),
         # Its 500 epochs for the first task and 100 for others, and a classifier that also sees all
         # images of the current task, have no place here.
-        "official": Preset(
+        "official": official_preset(
             f"{_SOURCE} @ 3af7064, the CIFAR-10 settings in its README",
-            {
-                "optimiser": "sgd",
-                "lr": 0.5,
-                "momentum": 0.9,
-                "schedule": "cosine",
-                "warm_up": 0.1,
-                "weight_decay": 1e-4,
-                "augment": "scr",
-                "probe_lr": 1.0,
-            },
             batch=512,
+            lr=0.5,
+            momentum=0.9,
+            schedule="cosine",
+            warm_up=0.1,
+            weight_decay=1e-4,
+            augment="scr",
+            probe_lr=1.0,
         ),
     },
     year=2021,
@@ -271,3 +213,51 @@ class Co2l(ExemplarLearner):
             head.bias.copy_(bias)
         self.model.weights_were_set()
         self.data.own["fitted"] = state
+
+
+def similarities(projections: Tensor, temperature: float) -> Tensor:
+    """Cosine similarities / temperature of projections [V, P], float32 [V, V]; -inf to itself."""
+    z = F.normalize(projections.float(), dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    return (z @ z.T / temperature).masked_fill(itself, -math.inf)
+
+
+def asymmetric_contrastive_loss(projections: Tensor, labels: Tensor, anchors: Tensor, temperature: float) -> Tensor:
+    """The supervised contrastive loss of anchors against all other views.
+
+    Args:
+        projections: float [V, P], not normalised.
+        labels: int64 [V]; each anchor's label must be that of another view too.
+        anchors: bool [V].
+        temperature: tau.
+
+    Returns:
+        tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
+    """
+    positive = (labels[:, None] == labels).fill_diagonal_(False)
+    each = -torch.where(positive, similarities(projections, temperature).log_softmax(1), 0).sum(1) / positive.sum(1)
+    return temperature / _BASE_TEMPERATURE * torch.where(anchors, each, 0).mean()
+
+
+def relation_distillation(projections: Tensor, taught: Tensor, temperature: float, taught_temperature: float) -> Tensor:
+    """Cross-entropy between the teacher's and the network's distribution of each view's
+    similarities to all others, both of projections float [V, P]; the mean over views.
+    """
+    wanted = similarities(taught, taught_temperature).softmax(1)
+    found = similarities(projections, temperature).log_softmax(1)
+    itself = torch.eye(len(wanted), dtype=torch.bool, device=wanted.device)
+    return -torch.where(itself, 0, wanted * found).sum(1).mean()
+
+
+def learning_rate(step: int, steps: int, options: Co2lOptions) -> float:
+    """The learning rate of a task's step, counted from 1, by ``lr``, ``schedule``, ``warm_up``."""
+
+    def scheduled(share: float) -> float:
+        if options.schedule == "constant":
+            return options.lr
+        return options.lr * (_LEAST_SHARE + (1 - _LEAST_SHARE) * (1 + math.cos(math.pi * min(share, 1))) / 2)
+
+    warming = options.warm_up * steps
+    if step > warming:
+        return scheduled(step / steps)
+    return _WARM_UP_FROM + (step - 1) / warming * (scheduled(options.warm_up) - _WARM_UP_FROM)

@@ -10,21 +10,12 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import ReplayMemory
 from mose_fast.settings.knob import Search
-from mose_fast.settings.run import RECIPES, knob
+from mose_fast.settings.run import knob
 
 __all__ = ["Derpp", "DerppOptions"]
 
@@ -33,8 +24,8 @@ __all__ = ["Derpp", "DerppOptions"]
 class DerppOptions(BaselineOptions):
     """Switches of DER++; ``buffer_batch`` is the size of each of its two draws."""
 
-    augment: str = knob(
-        "pad_crop", "recipe of the views", "aimagelab/mammoth; the comparison keeps it (paper 5.1)", choices=RECIPES
+    augment: str = BaselineOptions.again(
+        "augment", "pad_crop", "aimagelab/mammoth; the comparison keeps it (paper 5.1)"
     )
     alpha: float = knob(
         0.1,
@@ -61,17 +52,14 @@ class DerppOptions(BaselineOptions):
             "aimagelab/mammoth @ e75a491, its best on CIFAR-100: passes separate, alpha 0.1, beta 0.5",
             passes="separate",
         ),
-        "official": Preset(
+        "official": official_preset(
             "aimagelab/mammoth @ e75a491, its best on CIFAR-10 and CIFAR-100",
-            {
-                "optimiser": "sgd",
-                "lr": 0.03,
-                "weight_decay": 0.0,
-                "buffer_batch": 32,
-                "init": "default",
-                "passes": "separate",
-            },
             batch=32,
+            lr=0.03,
+            weight_decay=0.0,
+            buffer_batch=32,
+            init="default",
+            passes="separate",
         ),
     },
     year=2020,

@@ -6,19 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, ReplayLearner
 from mose_fast.settings.run import knob
 
 __all__ = ["Er", "ErOptions"]
@@ -33,10 +23,7 @@ class ErOptions(BaselineOptions):
         "how incoming and replayed rows are weighted against each other",
         "two_means: repositories of MIR and RaptorMai, MOSE repository until 2024; one_mean: ER, eq. 3, MOSE"
         " repository since, mammoth, Avalanche, CapyMOA",
-        choices={
-            "two_means": "a mean over incoming rows plus one over replayed rows",
-            "one_mean": "one mean over all rows",
-        },
+        choices=REPLAY_LOSSES,
     )
 
 
@@ -51,18 +38,15 @@ class ErOptions(BaselineOptions):
             passes="separate",
             replay_from="others",
         ),
-        "official": Preset(
+        "official": official_preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, rand_replay: its defaults",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "augment": "none",
-                "init": "default",
-                "passes": "separate",
-                "replay_from": "others",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=10,
+            augment="none",
+            init="default",
+            passes="separate",
+            replay_from="others",
         ),
     },
     year=2019,
@@ -71,8 +55,3 @@ class ErOptions(BaselineOptions):
 )
 class Er(ReplayLearner):
     """ER: cross-entropy on the incoming batch and on rows drawn uniformly from a reservoir."""
-
-    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        if self.config.options.replay_loss == "one_mean":
-            return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
-        return super().losses(outputs, rows)

@@ -10,17 +10,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import knob
@@ -56,18 +48,15 @@ class ErAceOptions(BaselineOptions):
         ),
         # Its images are scaled to [-1, 1]; here as in all methods. It augments incoming rows, which
         # the commit 0c183e9 before it did not.
-        "official": Preset(
+        "official": official_preset(
             "pclucas14/AML @ 7c92936, its augmented CIFAR settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "augment": "pad_crop",
-                "init": "default",
-                "passes": "separate",
-                "incoming_classes": "released",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=10,
+            augment="pad_crop",
+            init="default",
+            passes="separate",
+            incoming_classes="released",
         ),
     },
     year=2022,

@@ -13,18 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    cross_entropy,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import draw_pairs
 from mose_fast.nn.cosine import CosineClassifier, directions
 from mose_fast.settings.knob import Search
@@ -62,28 +53,6 @@ class ErAmlOptions(BaselineOptions):
     head: str = knob("cosine", "linear classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
 
 
-def metric_loss(
-    anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float
-) -> Tensor:
-    """Supervised contrastive loss of anchors against a set of other vectors, in float32.
-
-    Args:
-        anchors: float [n, D], features; only their directions count.
-        labels: int64 [n].
-        contrast: float [m, D].
-        contrast_labels: int64 [m]; each anchor's label must be among them.
-        temperature: tau.
-
-    Returns:
-        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with
-        the anchor's label.
-    """
-    similarities = directions(anchors) @ directions(contrast).T / temperature
-    same = labels[:, None] == contrast_labels
-    log_probabilities = torch.where(same, similarities.log_softmax(1), 0).sum(1) / same.sum(1)
-    return -temperature / _BASE_TEMPERATURE * log_probabilities.mean()
-
-
 @method(
     "er-aml",
     options=ErAmlOptions,
@@ -94,17 +63,14 @@ def metric_loss(
         ),
         # Its images are scaled to [-1, 1] and those of the very first batch not augmented; here as
         # in all methods.
-        "official": Preset(
+        "official": official_preset(
             "pclucas14/AML @ 7c92936, its augmented CIFAR settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "augment": "pad_crop",
-                "init": "default",
-                "passes": "separate",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=10,
+            augment="pad_crop",
+            init="default",
+            passes="separate",
         ),
     },
     year=2022,
@@ -186,3 +152,25 @@ class ErAml(ReplayLearner):
             first = len(rows.labels) - replayed
             terms["replayed"] = cross_entropy(outputs.logits[first:], rows.labels[first:])
         return terms
+
+
+def metric_loss(
+    anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float
+) -> Tensor:
+    """Supervised contrastive loss of anchors against a set of other vectors, in float32.
+
+    Args:
+        anchors: float [n, D], features; only their directions count.
+        labels: int64 [n].
+        contrast: float [m, D].
+        contrast_labels: int64 [m]; each anchor's label must be among them.
+        temperature: tau.
+
+    Returns:
+        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with
+        the anchor's label.
+    """
+    similarities = directions(anchors) @ directions(contrast).T / temperature
+    same = labels[:, None] == contrast_labels
+    log_probabilities = torch.where(same, similarities.log_softmax(1), 0).sum(1) / same.sum(1)
+    return -temperature / _BASE_TEMPERATURE * log_probabilities.mean()

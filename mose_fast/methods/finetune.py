@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from mose_fast.learner.about import table_preset
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, table_preset
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner
 
 __all__ = ["Finetune"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.settings.knob import Search
@@ -31,15 +31,12 @@ _LARGEST_NORM = 10.0
 
 @dataclass(frozen=True)
 class GdumbOptions(MethodOptions):
-    """Switches of GDumb.
-
-    It has its own optimiser: SGD with momentum 0.9, gradients of at most norm 10.
-    """
+    """Switches of GDumb, which has its own SGD: momentum 0.9, gradients of at most norm 10."""
 
     memory_policy: ClassVar[str] = "balanced"
 
-    augment: str = knob(
-        "simclr", "recipe of the views", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
+    augment: str = MethodOptions.again(
+        "augment", "simclr", "paper 5.1: the shared one; official: pad_crop", choices=RECIPES
     )
     buffer_batch: int = knob(
         16, "images a step of the training on the memory", "drimpossible/GDumb; for table a choice", low=1
@@ -76,19 +73,7 @@ class GdumbOptions(MethodOptions):
         "official: 256; table: a choice, a sixteenth of it, which understates GDumb",
         low=1,
     )
-    classifier: str = knob(
-        "linear", "what predict() classifies by", "GDumb", choices={"linear": "", "ncm": "nearest class mean"}
-    )
-
-
-def learning_rate(number: int, low: float, high: float) -> float:
-    """The learning rate of a pass, counted from 0: a tenth of the highest, the highest, then cosine
-    cycles of 2, 4, 8, ... passes.
-    """
-    if number < 2:
-        return high * (0.1, 1.0)[number]
-    length = 1 << (number.bit_length() - 1)
-    return low + (high - low) * (1 + math.cos(math.pi * (number - length) / length)) / 2
+    classifier: str = MethodOptions.again("classifier", "linear", "GDumb")
 
 
 @method(
@@ -159,9 +144,7 @@ class Gdumb(ReplayLearner):
         self.data.own["fitted"] = self.memory.seen
 
     def rehearsal(self, slots: Tensor) -> Rows:
-        """Memory slots as the rows of a step at the highest learning rate; the network that such
-        steps train is what is evaluated.
-        """
+        """Memory slots as the rows of a step, at the highest learning rate."""
         self.data.own["fitted"] = self.memory.seen
         return self._memory_rows(slots, self.steps)
 
@@ -182,3 +165,11 @@ class Gdumb(ReplayLearner):
                 nn.utils.clip_grad_norm_(self.network.parameters(), _LARGEST_NORM)
 
             return {"loss": self.model.minimise(loss, backward)}
+
+
+def learning_rate(number: int, low: float, high: float) -> float:
+    """A pass's learning rate, from 0: a tenth of the highest, this, cosines of 2, 4, 8 passes."""
+    if number < 2:
+        return high * (0.1, 1.0)[number]
+    length = 1 << (number.bit_length() - 1)
+    return low + (high - low) * (1 + math.cos(math.pi * (number - length) / length)) / 2

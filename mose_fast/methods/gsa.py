@@ -12,21 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
+from mose_fast.settings.run import CURRENT_CLASSES, knob
 
 __all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 
@@ -35,12 +27,7 @@ __all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
 class GsaOptions(BaselineOptions):
     """Switches of GSA. ``buffer_batch`` is the size of the set whose rows are weighted."""
 
-    replay_from: str = knob(
-        "others",
-        "tasks that replayed rows come from",
-        "gydpku/GSA",
-        choices={"others": "every task but the current", "all": ""},
-    )
+    replay_from: str = BaselineOptions.again("replay_from", "others", "gydpku/GSA")
     new_extra: int = knob(
         22, "rows of the current task drawn from memory beside the incoming ones, at most", "gydpku/GSA", low=0
     )
@@ -56,30 +43,8 @@ class GsaOptions(BaselineOptions):
         "seen",
         "classes of the current task",
         "gydpku/GSA: task; for table a choice, since a method need not know classes beforehand",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+        choices=CURRENT_CLASSES,
     )
-
-
-def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What the two losses are for, of all rows' images or labels: rows of the current task, and
-    copies of the first of them with the replayed ones.
-    """
-    new = rows.sizes[0] + rows.sizes[1]
-    return values[:new], torch.cat([values[: rows.extras["copies"]], values[new:]])
-
-
-def class_weights(sums: Tensor) -> Tensor:
-    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
-
-    Args:
-        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
-            other views.
-
-    Returns:
-        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
-    """
-    pulled, pushed = sums
-    return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)
 
 
 @method(
@@ -134,7 +99,7 @@ class Gsa(ReplayLearner):
         now, others = len(self.data.current), o.replay_from == "others"
         copies = min(o.buffer_batch * now // seen, len(x) + len(current)) if memory.filled else 0
         wanted = o.buffer_batch * (seen - now) // seen if others else o.buffer_batch - copies
-        old = memory.draw(wanted, others=self.task if others else None)
+        old = self.draw(wanted)
         rows = self.rows(x, y, current, old)
         return rows._replace(extras={**rows.extras, "copies": copies})
 
@@ -149,9 +114,7 @@ class Gsa(ReplayLearner):
         return {**masks, "weighted": weighted, "copies": 0}
 
     def make_views(self, rows: Rows) -> Tensor:
-        """float32 [V, 3, H, W]: of each of :func:`two_sets`, an augmented view of every row, then
-        one of every row mirrored.
-        """
+        """float32 [V, 3, H, W]: augmented views of each of :func:`two_sets`, then mirrored ones."""
         images = [part for one in two_sets(rows, rows.images) for part in (one, one.flip(2) if self.mirrored else one)]
         return super().make_views(rows._replace(images=torch.cat(images)))
 
@@ -171,9 +134,7 @@ class Gsa(ReplayLearner):
         return terms
 
     def weighted_logits(self, outputs: Outputs, rows: Inputs) -> Tensor:
-        """The weighted set's logits, float32 at least, [V, K]; -inf for classes that have not
-        come.
-        """
+        """The weighted set's logits, float32 at least, [V, K]; -inf for classes not come yet."""
         logits = outputs.logits[self.view_sizes(rows)[0] :]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits.masked_fill(~rows.extras["known"], -torch.inf)
@@ -188,3 +149,25 @@ class Gsa(ReplayLearner):
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
         added = self.pulls_and_pushes(outputs, rows)
         self.network.sums.add_(torch.where(self.model.latch.closed, 0, added))
+
+
+def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What the two losses are for, of all rows' images or labels: rows of the current task, and
+    copies of the first of them with the replayed ones.
+    """
+    new = rows.sizes[0] + rows.sizes[1]
+    return values[:new], torch.cat([values[: rows.extras["copies"]], values[new:]])
+
+
+def class_weights(sums: Tensor) -> Tensor:
+    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
+
+    Args:
+        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
+            other views.
+
+    Returns:
+        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
+    """
+    pulled, pushed = sums
+    return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob
@@ -63,18 +63,15 @@ class GssOptions(BaselineOptions):
             steps="alternate",
             reference_batch=64,
         ),
-        "official": Preset(
+        "official": official_preset(
             "rahafaljundi/Gradient-based-Sample-Selection @ ca4160a, its CIFAR-10 settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.01,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "augment": "none",
-                "init": "default",
-                "iterations": 10,
-                "steps": "alternate",
-            },
+            lr=0.01,
+            weight_decay=0.0,
+            buffer_batch=10,
+            augment="none",
+            init="default",
+            iterations=10,
+            steps="alternate",
         ),
     },
     year=2019,
@@ -101,9 +98,7 @@ class Gss(ReplayLearner):
         return incoming | replayed | {"loss": incoming["loss"] + replayed["loss"]}
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Scores the batch by the network after its step, in evaluation mode and on images as they
-        are, and offers it to the memory.
-        """
+        """Scores the batch by the network after its step, and offers it to the memory."""
         o, memory = self.config.options, self.memory
         if not memory.filled:
             return memory.offer(x, y, self.task, index, torch.full((len(y),), _FIRST_SCORE, device=self.device))
@@ -119,17 +114,11 @@ class Gss(ReplayLearner):
         return memory.offer(x, y, self.task, index, scores)
 
     def gradients(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Gradients of the mean cross-entropy of many batches, in float32 and evaluation mode.
+        """Gradients of the mean cross-entropy of G batches, images uint8 [G, n, H, W, 3] and labels
+        int64 [G, n], in float32 and evaluation mode: [G, ...] for every parameter, by name.
 
         Ops give way to PyTorch's operations here, whatever the run's kernels: vmap cannot look into
         native code.
-
-        Args:
-            x: uint8 [G, n, H, W, 3], raw images of G batches.
-            y: int64 [G, n].
-
-        Returns:
-            [G, ...] for every parameter, by name.
         """
         self.network.eval()
         parameters = {name: parameter.detach() for name, parameter in self.network.named_parameters()}
@@ -143,14 +132,8 @@ class Gss(ReplayLearner):
 
 
 def cosine_similarity(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
-    """Cosines between gradients over all parameters; no gradient is copied into one vector.
-
-    Args:
-        a: [G, ...] for every parameter, by name.
-        b: [H, ...] for every parameter, by name.
-
-    Returns:
-        float32 [G, H] in [-1, 1]; 0 where a gradient is 0.
+    """Cosines float32 [G, H] between gradients [G, ...] and [H, ...] over all parameters by name, 0
+    where a gradient is 0; no gradient is copied into one vector.
     """
     products = sum(a[name].flatten(1) @ b[name].flatten(1).T for name in a)
     norms = [torch.stack([part.flatten(1).square().sum(1) for part in g.values()]).sum(0).sqrt() for g in (a, b)]

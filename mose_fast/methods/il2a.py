@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from mose_fast.augment.class_mixing import Mixes, draw_mixes
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
-from mose_fast.learner.exemplar_learner import REPLAY_FROM, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.model import Model
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
-from mose_fast.memory.exemplars import SELECTIONS
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.knob import Search
@@ -35,14 +34,9 @@ _WEIGHT = f"choice: a tenth of {_SOURCE}'s 10, which holds a network of one pass
 class Il2aOptions(ExemplarOptions):
     """Switches of IL2A."""
 
-    selection: str = knob(
-        "random", "which images of a class become exemplars", f"choice; {_SOURCE}: none", choices=SELECTIONS
-    )
-    replay_from: str = knob(
-        "all",
-        "tasks that replayed rows come from",
-        f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay",
-        choices=REPLAY_FROM,
+    selection: str = ExemplarOptions.again("selection", "random", f"choice; {_SOURCE}: none")
+    replay_from: str = ExemplarOptions.again(
+        "replay_from", "all", f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay"
     )
     temperature: float = knob(0.1, "what logits are divided by", _SOURCE, above=0)
     mixes: int = knob(4, "rounds of mixing incoming rows with others", _SOURCE, low=0)
@@ -202,9 +196,7 @@ class Il2a(ExemplarLearner):
         return terms
 
     def on_task_end(self) -> None:
-        """Mean and covariance of the features of each class of the task; a new head for the mixed
-        classes of the next one.
-        """
+        """Notes each class's mean and covariance; resets the head for mixed classes."""
         for label, *statistics in class_statistics(self.features_of_task(), self.memory.buffer.labels):
             self.means[label], self.covariances[label] = statistics
         super().on_task_end()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from mose_fast.learner.about import table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import table_preset
 from mose_fast.methods.er import Er, ErOptions
 
 __all__ = ["Joint"]

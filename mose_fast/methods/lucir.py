@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
-from mose_fast.learner.exemplar_learner import REPLAY_LOSS_SOURCE, REPLAY_LOSSES, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.exemplar_learner import REPLAY_LOSS_SOURCE, ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
-from mose_fast.memory.exemplars import SELECTIONS
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.cosine import CosineClassifier, directions
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import knob
@@ -32,7 +31,7 @@ _SOURCE = "hshustc/CVPR19_Incremental_Learning"
 class LucirOptions(ExemplarOptions):
     """Switches of LUCIR."""
 
-    selection: str = knob("herding", "which images of a class become exemplars", _SOURCE, choices=SELECTIONS)
+    selection: str = ExemplarOptions.again("selection", "herding", _SOURCE)
     scale: float = knob(
         10.0,
         "initial scale of the cosines, which is learned",
@@ -58,31 +57,6 @@ class LucirOptions(ExemplarOptions):
     rivals: int = knob(2, "new classes that the margin ranking compares a row with", _SOURCE, low=1)
 
 
-def feature_distillation(features: Tensor, taught: Tensor) -> Tensor:
-    """Mean over rows of 1 - cos(feature, the teacher's feature), both float [N, D], in float32."""
-    return 1 - (directions(features) * directions(taught)).sum(1).mean()
-
-
-def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
-    """How far rows of old classes are from having a margin over the most similar new classes.
-
-    Args:
-        cosines: float32 [N, K], between features and class weights.
-        labels: int64 [N].
-        old, new: bool [K], the classes whose rows count, and their rivals.
-        rivals: Rivals of each row, or all new classes if they are fewer.
-        margin: The wanted difference of cosines.
-
-    Returns:
-        The mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of
-        such a row and one of its rivals; 0 without any.
-    """
-    own = cosines.gather(1, labels[:, None])
-    nearest = cosines.masked_fill(~new, -math.inf).topk(min(rivals, cosines.shape[1]), 1).values
-    counts = old[labels][:, None] & nearest.isfinite()
-    return torch.where(counts, (margin - own + nearest).clamp_min(0), 0).sum() / counts.sum().clamp_min(1)
-
-
 @method(
     "lucir",
     options=LucirOptions,
@@ -99,19 +73,16 @@ def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, ri
             optimiser_per_task=True,
         ),
         # A first task of 50 classes and 160 epochs have no place here.
-        "official": Preset(
+        "official": official_preset(
             f"{_SOURCE} @ e5a90ae, its CIFAR-100 settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 5e-4,
-                "optimiser_per_task": True,
-                "augment": "pad_crop",
-                "scale": 1.0,
-                "replay_loss": "one_mean",
-                "current_classes": "task",
-            },
             batch=128,
+            lr=0.1,
+            weight_decay=5e-4,
+            optimiser_per_task=True,
+            augment="pad_crop",
+            scale=1.0,
+            replay_loss="one_mean",
+            current_classes="task",
         ),
     },
     year=2019,
@@ -206,3 +177,28 @@ class Lucir(ExemplarLearner):
             cosines = directions(features) @ directions(self.network.classifier1.weight).T
             terms["ranking"] = o.ranking * margin_ranking(cosines, rows.labels, old, known & ~old, o.rivals, o.margin)
         return terms
+
+
+def feature_distillation(features: Tensor, taught: Tensor) -> Tensor:
+    """Mean over rows of 1 - cos(feature, the teacher's feature), both float [N, D], in float32."""
+    return 1 - (directions(features) * directions(taught)).sum(1).mean()
+
+
+def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
+    """How far rows of old classes are from having a margin over the most similar new classes.
+
+    Args:
+        cosines: float32 [N, K], between features and class weights.
+        labels: int64 [N].
+        old, new: bool [K], the classes whose rows count, and their rivals.
+        rivals: Rivals of each row, or all new classes if they are fewer.
+        margin: The wanted difference of cosines.
+
+    Returns:
+        The mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of
+        such a row and one of its rivals; 0 without any.
+    """
+    own = cosines.gather(1, labels[:, None])
+    nearest = cosines.masked_fill(~new, -math.inf).topk(min(rivals, cosines.shape[1]), 1).values
+    counts = old[labels][:, None] & nearest.isfinite()
+    return torch.where(counts, (margin - own + nearest).clamp_min(0), 0).sum() / counts.sum().clamp_min(1)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.retrieval import highest
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import ConfigError, knob
@@ -68,20 +68,17 @@ class MirOptions(BaselineOptions):
             virtual_lr=None,
             candidates=320,
         ),
-        "official": Preset(
+        "official": official_preset(
             "optimass/Maximally_Interfered_Retrieval @ 35eda78, its CIFAR-10 settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 10,
-                "candidates": 50,
-                "virtual_lr": None,
-                "augment": "none",
-                "init": "default",
-                "passes": "separate",
-                "replay_from": "others",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=10,
+            candidates=50,
+            virtual_lr=None,
+            augment="none",
+            init="default",
+            passes="separate",
+            replay_from="others",
         ),
     },
     year=2019,
@@ -99,7 +96,7 @@ class Mir(ReplayLearner):
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
-        candidates = self.memory.draw(o.candidates, others=self.task if o.replay_from == "others" else None)
+        candidates = self.draw(o.candidates)
         if len(candidates) <= o.buffer_batch:
             return candidates
         return highest(candidates, self.interference(x, y, candidates), o.buffer_batch)

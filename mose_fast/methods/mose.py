@@ -22,7 +22,15 @@ from mose_fast.learner.registry import method
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import Search, documented
-from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, ConfigError, ReplayOptions, RunConfig, knob
+from mose_fast.settings.run import (
+    CONTRASTIVE_TEMPERATURES,
+    CURRENT_CLASSES,
+    REPLAY_FROM,
+    ConfigError,
+    ReplayOptions,
+    RunConfig,
+    knob,
+)
 
 __all__ = ["MOSE_PRESETS", "Composition", "Mose", "MoseOptions", "StepPlan", "StepRows", "StepViews", "Targets"]
 
@@ -32,9 +40,7 @@ _PARTS = ("contrastive", "cross_entropy", "distillation")
 @documented
 @dataclass(frozen=True)
 class MoseOptions(ReplayOptions):
-    """Every switch of MOSE. Defaults are the ``released`` preset; the paper's values are in
-    :data:`MOSE_PRESETS`.
-    """
+    """Every switch of MOSE; defaults: preset ``released``; paper: :data:`MOSE_PRESETS`."""
 
     # The network
     experts: int = knob(
@@ -100,10 +106,7 @@ class MoseOptions(ReplayOptions):
         True, "part of the incoming rows is repeated in the buffer set", "released; paper: memory only"
     )
     replay_from: str = knob(
-        "others",
-        "tasks that buffer rows come from",
-        "released: others; paper: the memory",
-        choices={"others": "every task but the current", "all": ""},
+        "others", "tasks that buffer rows come from", "released: others; paper: the memory", choices=REPLAY_FROM
     )
     per_class_cap: int | None = knob(
         7, "old rows for each class seen so far, at most", "released: 7; paper: none", low=1, none="no cap"
@@ -123,10 +126,7 @@ class MoseOptions(ReplayOptions):
         "released (its memory is empty then); paper: trained on",
     )
     current_classes: str = knob(
-        "seen",
-        "classes of the current task",
-        "released: seen; paper: C^t",
-        choices={"seen": "those seen so far in it", "task": "all of it, known at its start"},
+        "seen", "classes of the current task", "released: seen; paper: C^t", choices=CURRENT_CLASSES
     )
     inner_views: int = knob(
         2,
@@ -248,12 +248,8 @@ class Targets(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The inputs of a step that makes its views itself.
-
-    Attributes:
-        images: uint8 [R, H, W, 3]; rows beyond those of the plan are padding.
-        views: What decides the views; those of padding come last.
-        targets: See :class:`Targets`.
+    """The inputs of a step that makes its views itself: images uint8 [R, H, W, 3], of which those
+    beyond the plan's are padding, and what decides the views; those of padding come last.
     """
 
     images: Tensor
@@ -262,12 +258,7 @@ class StepRows(NamedTuple):
 
 
 class StepViews(NamedTuple):
-    """The inputs of a step whose views were made before.
-
-    Attributes:
-        views: float32 [V, 3, H, W].
-        targets: See :class:`Targets`.
-    """
+    """The inputs of a step whose views, float32 [V, 3, H, W], were made before."""
 
     views: Tensor
     targets: Targets
@@ -346,9 +337,7 @@ class Mose(Learner):
         return StepPlan(images, labels, Composition(len(x), len(extra), copies, len(old)), mask, self.data.sequence)
 
     def rehearsal(self, slots: Tensor) -> StepPlan:
-        """A step on memory slots: they are the buffer set, with one cross-entropy over all
-        classes.
-        """
+        """A step on memory slots: the buffer set, with one cross-entropy over all classes."""
         images, labels = self.memory.images[slots], self.memory.labels[slots]
         return StepPlan(images, labels, Composition(0, 0, 0, len(slots)), None, self.data.sequence)
 
@@ -360,7 +349,7 @@ class Mose(Learner):
         )
 
     def inputs(self, plan: StepPlan, stored: Tensor | None = None) -> StepRows | StepViews | ViewsToCome:
-        """The inputs of a plan's step; padded on a card, so that steps share a graph."""
+        """The inputs of a plan's step; padded on a GPU, so that steps share a graph."""
         if not self.reads_losses_late:
             return self.step_inputs(plan)
         return self.step_inputs(plan, self.padded_rows(plan), ready=not self.views.capturable)
@@ -394,9 +383,7 @@ class Mose(Learner):
         return StepRows(images, self.views.inputs(images, sizes, self.config.seed, plan.sequence), targets)
 
     def make_views(self, plan: StepPlan, rows: int | None = None) -> Tensor:
-        """The views of a plan's step, float32 [V, 3, H, W], of as many rows as :meth:`step_inputs`
-        was asked for.
-        """
+        """A step's views, float32 [V, 3, H, W], of the rows that :meth:`step_inputs` wants."""
         return self.views.views(plan.images, plan.sizes, self.config.seed, plan.sequence, rows)
 
     def padded_rows(self, plan: StepPlan) -> int | None:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, cross_entropy, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, cross_entropy
 from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.nn.cosine import directions

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, sources_preset, table_preset
+from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.losses.prototypes import class_means, prototype_loss
@@ -84,9 +84,7 @@ class OnPro(RotatedLearner):
         return network
 
     def plan(self, x: Tensor, y: Tensor) -> Rows:
-        """Incoming rows; replayed ones, from a task's second step on mixed; those that prototypes
-        are computed of.
-        """
+        """Incoming rows; replayed ones, mixed from a task's second step on; those of prototypes."""
         if self.alone:
             return self.rows(x, y, y[:0], self.memory.draw(self.config.options.buffer_batch))
         drawn = self.retrieve(x, y)
@@ -167,9 +165,7 @@ class OnPro(RotatedLearner):
         return terms
 
     def means_seen(self, outputs: Outputs, rows: Inputs) -> Tensor:
-        """The classes' means over each view of the rows that prototypes are computed of,
-        float32 [2, K, P].
-        """
+        """The classes' means over each view of the prototypes' rows, float32 [2, K, P]."""
         contrasted, of_seen, _ = self.view_sizes(rows)
         z = outputs.projections[contrasted : contrasted + of_seen].unflatten(0, (2, -1))
         return class_means(z, rows.labels[len(rows.labels) - rows.sizes[2] :], self.classes)

@@ -9,20 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import (
-    BaselineOptions,
-    Inputs,
-    Outputs,
-    ReplayLearner,
-    Rows,
-    sources_preset,
-    table_preset,
-)
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.ops.expert_losses import contrastive_loss
-from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, RECIPES, knob
+from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, knob
 
 __all__ = ["Scr", "ScrOptions"]
 
@@ -31,17 +23,14 @@ __all__ = ["Scr", "ScrOptions"]
 class ScrOptions(BaselineOptions):
     """Switches of SCR."""
 
-    augment: str = knob(
+    augment: str = BaselineOptions.again(
+        "augment",
         "scr",
-        "recipe of the second view",
         "RaptorMai/online-continual-learning; the comparison keeps it (paper 5.1)",
-        choices=RECIPES,
+        doc="recipe of the second view",
     )
-    classifier: str = knob(
-        "ncm",
-        "what predict() classifies by",
-        "SCR",
-        choices={"ncm": "nearest class mean", "linear": "which is never trained"},
+    classifier: str = BaselineOptions.again(
+        "classifier", "ncm", "SCR", choices={"ncm": "nearest class mean", "linear": "which is never trained"}
     )
     head: str = knob(
         "mlp", "projection", "SCR: mlp; MOSE repository: linear", choices={"mlp": "two layers", "linear": ""}
@@ -63,16 +52,13 @@ class ScrOptions(BaselineOptions):
             passes="separate",
         ),
         # Images are normalised here, which that repository leaves out: its networks see [0, 1].
-        "official": Preset(
+        "official": official_preset(
             "RaptorMai/online-continual-learning, the command in its README",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 0.0,
-                "buffer_batch": 100,
-                "init": "default",
-                "passes": "separate",
-            },
+            lr=0.1,
+            weight_decay=0.0,
+            buffer_batch=100,
+            init="default",
+            passes="separate",
         ),
     },
     year=2021,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
-from mose_fast.learner.exemplar_learner import REPLAY_LOSSES, TEMPERATURES, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import Inputs, Outputs, sources_preset, table_preset
+from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import knob
 
@@ -34,25 +34,6 @@ class SsilOptions(ExemplarOptions):
     )
 
 
-def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
-    """The divergence of the student's softmax from the teacher's within each task, summed over
-    tasks: T^2 times the mean over rows of KL(teacher || student).
-
-    Args:
-        student, teacher: Logits [N, K].
-        tasks: int64 [K], the task of each class. A class that is alone in its task adds nothing.
-        temperature: T, which both logits are divided by.
-    """
-    other = tasks[:, None] != tasks
-
-    def log_softmax(logits: Tensor) -> Tensor:
-        logits = logits / temperature
-        return logits - logits[:, None].masked_fill(other, -torch.inf).logsumexp(2)
-
-    q, p = log_softmax(teacher), log_softmax(student)
-    return temperature**2 * (q.exp() * (q - p)).sum() / len(student)
-
-
 @method(
     "ssil",
     options=SsilOptions,
@@ -65,17 +46,14 @@ def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temp
             current_classes="task",
         ),
         # Its division of the learning rate by the number of tasks is left out.
-        "official": Preset(
+        "official": official_preset(
             "hongjoon0805/SS-IL-Official @ 8c32381, its ImageNet settings",
-            {
-                "optimiser": "sgd",
-                "lr": 0.1,
-                "weight_decay": 1e-4,
-                "buffer_batch": 32,
-                "replay_loss": "one_mean",
-                "current_classes": "task",
-            },
             batch=128,
+            lr=0.1,
+            weight_decay=1e-4,
+            buffer_batch=32,
+            replay_loss="one_mean",
+            current_classes="task",
         ),
     },
     year=2021,
@@ -126,3 +104,22 @@ class Ssil(ExemplarLearner):
                 outputs.logits.float(), taught.float(), rows.extras["tasks"], temperature
             )
         return terms
+
+
+def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
+    """The divergence of the student's softmax from the teacher's within each task, summed over
+    tasks: T^2 times the mean over rows of KL(teacher || student).
+
+    Args:
+        student, teacher: Logits [N, K].
+        tasks: int64 [K], the task of each class. A class that is alone in its task adds nothing.
+        temperature: T, which both logits are divided by.
+    """
+    other = tasks[:, None] != tasks
+
+    def log_softmax(logits: Tensor) -> Tensor:
+        logits = logits / temperature
+        return logits - logits[:, None].masked_fill(other, -torch.inf).logsumexp(2)
+
+    q, p = log_softmax(teacher), log_softmax(student)
+    return temperature**2 * (q.exp() * (q - p)).sum() / len(student)

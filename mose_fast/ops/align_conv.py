@@ -199,9 +199,7 @@ def _as_rows(x: Tensor) -> Tensor:
 
 
 def _as_map(rows: Tensor, like: Tensor) -> Tensor:
-    """The map [N, channels of ``rows``, H, W] whose pixels ``rows`` holds, with the sides of
-    ``like``.
-    """
+    """The map [N, channels, H, W] whose pixels ``rows`` holds, with the sides of ``like``."""
     images, _, height, width = like.shape
     return rows.view(images, height, width, rows.shape[1]).permute(0, 3, 1, 2)
 

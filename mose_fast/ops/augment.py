@@ -93,7 +93,7 @@ def augment(
         TypeError: A dtype is not the one above.
         ValueError: A shape, a device, an orientation code or ``channels`` does not fit.
         IndexError: A number in ``rows`` or ``layout`` is out of range. On CUDA, where looking would
-            wait for the card, such a view is all NaN instead, and so is every loss computed from
+            wait for the GPU, such a view is all NaN instead, and so is every loss computed from
             it.
 
     Source: docs/specification/mose.md section 5.3.

@@ -1,7 +1,7 @@
 """Batch norm with its surroundings in a residual network: the residual add and ReLU after it, the
 norm and ReLU of another layer before it.
 
-Everything is computed in float32 (float64 for float64 maps), whatever autocast says. On a card
+Everything is computed in float32 (float64 for float64 maps), whatever autocast says. On a GPU
 kernels serve maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last
 memory (others are copied into it). PyTorch's operations serve everything else and the CPU. The
 kernels sum in a fixed order, so that two runs agree bit for bit.
@@ -48,7 +48,7 @@ def check_norms(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | No
 
 
 def serves(op: str, x: Tensor, *norms: Norm) -> bool:
-    """Whether the op's kernels take this; warns once if they do not, though ``x`` is on a card."""
+    """Whether the op's kernels take this; warns once if they do not, though ``x`` is on a GPU."""
     if not _loader.on_card(op, x) or x.numel() == 0:
         return False
     obstacle = None

@@ -1,7 +1,7 @@
 """The last norm of a residual network with all that follows it, residual add, ReLU and global
 average pool, in one pass; the normalised map is never written.
 
-On a card kernels serve the maps that those of :mod:`mose_fast.ops.batch_norm_act` serve: they
+On a GPU kernels serve the maps that those of :mod:`mose_fast.ops.batch_norm_act` serve: they
 compute in float32, round once, and sum in a fixed order, so that two runs agree bit for bit.
 Everything else is computed by the ops of which this one is made.
 """

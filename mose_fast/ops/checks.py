@@ -52,7 +52,6 @@ def _fits(shape: torch.Size, sizes: Sequence[int | str], filled: Sequence[int]) 
 
 
 def require(fits: bool, name: str, value: object, wanted: str) -> None:
-    """Raises ValueError unless ``fits``."""
     if not fits:
         raise ValueError(f"{name} is {value!r}; wanted {wanted}")
 
@@ -113,7 +112,7 @@ def check_rows(name: str, count: object, most: int, beside: tuple[str, Tensor]) 
     """Raises TypeError or ValueError unless ``count`` is an int from 0 to ``most``, or an int32
     scalar on the device of ``beside``.
 
-    The value of a scalar is not read: on a card that would wait.
+    The value of a scalar is not read: on a GPU that would wait.
     """
     if not isinstance(count, Tensor):
         check_integer(name, count, 0, most)

@@ -34,8 +34,6 @@ def random_words(
 
 
 def permutation(seed: int, sequence: int, count: int, purpose: Purpose, device: torch.device | str = "cpu") -> Tensor:
-    """Draws a uniform random order of ``count`` things, int64 [count]; :func:`random_words`
-    describes the arguments.
-    """
+    """Draws an order of ``count`` things, int64 [count]; arguments: :func:`random_words`."""
     high, low, *_ = random_words(seed, sequence, count, purpose, device)
     return torch.argsort((high << 31) | (low >> 1), stable=True)

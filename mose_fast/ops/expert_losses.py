@@ -84,7 +84,7 @@ def expert_losses(
         self_distillation(student, features[e].detach(), rsd_reduction)  # sd: features[e], student
 
     On the CPU a wrong label is an error. On CUDA nothing can be raised without waiting for the
-    card: a label that is no class, or a new row's label outside ``current_classes``, makes its
+    GPU: a label that is no class, or a new row's label outside ``current_classes``, makes its
     experts' cross-entropy NaN, which is seen by whoever next reads the terms.
 
     Args:

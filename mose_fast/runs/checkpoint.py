@@ -30,9 +30,7 @@ class CheckpointError(RunError):
 
 
 class _Place(NamedTuple):
-    """A tensor's place in a :class:`Snapshot`: which flat tensor, from which element on, and with
-    which strides.
-    """
+    """A tensor's place in a :class:`Snapshot`: flat tensor, first element, shape, strides."""
 
     flat: int
     start: int
@@ -44,7 +42,7 @@ class Snapshot:
     """A copy of tensors in a few flat ones, one for each dtype and device.
 
     A learner's state is hundreds of tensors, most of them views of a few buffers. Each piece of
-    memory is copied as a whole, so that a copy on a card takes a few launches and a copy to the
+    memory is copied as a whole, so that a copy on a GPU takes a few launches and a copy to the
     host a few transfers. The tensors are views of these copies.
 
     Args:
@@ -91,10 +89,7 @@ class Snapshot:
             self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
 
     def not_finite(self) -> str | None:
-        """The name of a tensor that contains NaN or infinity; None if none does.
-
-        On a card, the host waits for the answer.
-        """
+        """The name of a tensor with NaN or infinity, None if there is none; waits for a GPU."""
         # A NaN makes both NaN. Unlike isfinite, this needs no memory for a flag per element.
         extremes = [
             torch.stack(torch.aminmax(flat)) for flat in self.flats if flat.is_floating_point() and flat.numel()
@@ -108,10 +103,7 @@ class Snapshot:
         return {name: self.flats[p.flat].as_strided(p.shape, p.strides, p.start) for name, p in self._places.items()}
 
     def on_host(self) -> Snapshot:
-        """The same snapshot on the host, in pinned memory if it was on a card.
-
-        Waits for the current stream, without the interpreter's lock.
-        """
+        """The same snapshot on the host, in pinned memory if it was on a GPU; waits for it."""
         host = copy.copy(self)
         host.flats = []
         for flat in self.flats:
@@ -127,13 +119,8 @@ class Snapshot:
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> Path:
-    """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two.
-
-    Args:
-        folder: Folder of the checkpoints.
-        step: A number that grows from checkpoint to checkpoint and orders the files.
-        tensors: Tensors by name, on the host.
-        values: Plain values that JSON can hold.
+    """Writes ``step-<step>.safetensors`` atomically, then deletes all but the newest two. ``step``
+    orders the files; tensors are on the host; values are what JSON can hold.
 
     Raises:
         RunError: The disk is full or the folder unwritable; older checkpoints are untouched.
@@ -146,14 +133,8 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
 
 class CheckpointWriter:
-    """Writes checkpoints one after the other; on a card, while the run continues.
-
-    On a card, a thread copies the snapshot to the host and writes the file, on a stream of its own.
-    The next call raises any error of that thread.
-
-    Args:
-        folder: Folder of the checkpoints.
-        device: The run's device.
+    """Writes checkpoints one after the other: on a GPU while the run continues, on a thread and a
+    stream of its own, whose error the next call raises.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -177,20 +158,13 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._save, step, snapshot, values, copied)
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is written.
-
-        Raises:
-            RunError: It could not be written.
-        """
+        """Waits until the last checkpoint is written; RunError if it could not be."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def close(self) -> None:
-        """Waits for the thread and ends it.
-
-        An error since the last call is not raised, because the run has ended by then.
-        """
+        """Ends the thread; its last error is not raised, because the run has ended by then."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -202,11 +176,8 @@ class CheckpointWriter:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse of :func:`save_checkpoint`: returns tensors on the CPU, and values.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, not a checkpoint of this program, or of a
-            newer format.
+    """The inverse of :func:`save_checkpoint`: tensors on the CPU, and values; CheckpointError if
+    the file is missing, damaged, foreign, or of a newer format.
     """
     older = [p for p in checkpoint_files(path.parent) if p.name < path.name]
     instead = f"; the one before it is {older[-1]}: delete {path.name} to continue from there" if older else ""

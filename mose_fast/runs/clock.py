@@ -19,18 +19,11 @@ PHASES = ("train", "evaluate", "checkpoint", "capture")
 
 
 class Clock:
-    """Wall-clock seconds of a run, by phase and in all.
+    """Wall-clock ``seconds`` of a run, by phase, and in all ``since`` the start of the ``process``
+    (``whole_process``, where the system tells it) or of the ``call``.
 
     Time in no phase (imports, loading and uploading data, listeners, files) is ``other``. A resumed
     run adds to the times of its checkpoint; the time of lost work is not counted.
-
-    Args:
-        whole_process: Count from the start of this process, not from now. If the system does not
-            say when it started, count from now.
-
-    Attributes:
-        seconds: Seconds of each phase.
-        since: What the total is counted from: ``process`` or ``call``.
     """
 
     def __init__(self, *, whole_process: bool = False) -> None:
@@ -63,9 +56,7 @@ class Clock:
         return {**self.seconds, "other": max(self.wall - sum(self.seconds.values()), 0.0)}
 
     def results(self) -> dict[str, float | str]:
-        """The entries of the results: seconds by phase, their sum ``total``, ``other``, the total
-        ``wall`` time, and what it is counted from.
-        """
+        """Seconds by phase, their sum, in no phase, and in all, and what these are counted from."""
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
         wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
         return {
@@ -86,13 +77,8 @@ class Clock:
 
 
 class Stopwatch:
-    """Measures seconds between marks: on a card with events in the current stream, which do not
-    interrupt it; else with the host's clock.
-
-    On a card, the marked work runs without gaps as long as the host launches it fast enough.
-
-    Args:
-        device: The device that does the work.
+    """Measures seconds between marks: on a GPU with events in the current stream, which do not
+    interrupt it, without gaps if the host launches fast enough; else with the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -126,9 +112,7 @@ def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[f
 
 
 def process_start() -> float | None:
-    """The start of this process on the scale of :func:`time.perf_counter`, to 10 ms; None if the
-    system does not say.
-    """
+    """Start of this process on :func:`time.perf_counter`'s scale, to 10 ms; None: unknown."""
     if not sys.platform.startswith("linux"):
         return None
     try:

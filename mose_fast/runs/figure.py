@@ -20,11 +20,8 @@ _MARKERS = "osD^vP*X"
 
 def accuracy_figure(results: dict[str, Any]) -> bytes:
     """Draws, as a PNG, the mean accuracy over the tasks seen so far against the tasks, for every
-    expert and their mean, with one panel for each classifier. Without borders, it is the accuracy
-    on the classes seen against the images seen.
-
-    Args:
-        results: The results of :func:`mose_fast.runs.results.build_results`.
+    expert and their mean, with one panel for each classifier. Without task boundaries, it is the
+    accuracy on the classes seen against the images seen.
     """
     config = results["config"]
     kind = config["stream"]["kind"]

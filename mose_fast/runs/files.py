@@ -38,11 +38,7 @@ class RunError(MoseFastError, RuntimeError):
 
 
 def check_folders(folders: Iterable[str | Path]) -> None:
-    """Refuses folders to read runs from that do not exist.
-
-    Raises:
-        RunError: There is no such folder.
-    """
+    """Raises RunError unless each of the folders exists."""
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise RunError(f"there is no folder {folder}; wanted one with run folders in it, at any depth")
@@ -54,14 +50,11 @@ def write_atomically(
     advice: str = "Free some space or choose another --out, then run the same command again",
 ) -> None:
     """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.
-
-    Args:
-        path: The file.
-        content: A text is made :func:`mose_fast.output.readable`.
-        advice: What to do where it cannot be written, for the message.
+    A text is made :func:`mose_fast.output.readable`.
 
     Raises:
-        RunError: The disk is full or the folder unwritable; ``path`` is unchanged.
+        RunError: The disk is full or the folder unwritable; ``path`` is unchanged. The message ends
+            with ``advice``.
     """
     if isinstance(content, str):
         content = readable(content).encode()
@@ -80,11 +73,8 @@ def resume_advice(folder: Path) -> str:
 
 
 def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The unfinished files that :func:`write_atomically` leaves in ``folder`` when it is killed.
-
-    Args:
-        folder: May not exist.
-        names: Names of the files that it was writing, as regular expressions.
+    """The unfinished files that :func:`write_atomically` leaves in ``folder``, which may not exist,
+    when it is killed; ``names``: of the files it was writing, as regular expressions.
     """
     # Random letters as tempfile makes them.
     unfinished = re.compile(rf"\.(?:{'|'.join(names)})\.[a-z0-9_]{{8}}")
@@ -92,19 +82,13 @@ def leftovers(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Deletes :func:`leftovers`. The caller holds the folder's lock, so nobody is writing them.
-
-    Raises:
-        OSError: One cannot be deleted.
-    """
+    """Deletes :func:`leftovers`; the caller holds the folder's lock."""
     for path in leftovers(folder, names):
         path.unlink(missing_ok=True)
 
 
 def is_configuration(file: Path) -> bool:
-    """Whether a file is the configuration of a run, of this version or another. Then the files
-    beside it belong to a run.
-    """
+    """Whether a file is a run's configuration, so that the files beside it are a run's."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -128,11 +112,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 class RunFolder:
-    """The paths of the files in a run's folder.
-
-    Attributes:
-        path: The folder.
-    """
+    """The paths of the files in a run's folder, ``path``."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -153,11 +133,7 @@ class RunFolder:
         return f"not finished (no {self.results.name})" if self.config.is_file() else f"no run (no {self.config.name})"
 
     def check_resumable(self) -> None:
-        """Refuses a folder without a run that can be continued.
-
-        Raises:
-            RunError: There is none, or it is finished.
-        """
+        """Raises RunError unless there is a run here that can be continued."""
         if not self.config.is_file():
             raise RunError(
                 f"there is no run in {self.path} (no {self.config.name}); start one with: mose-fast run --out"
@@ -167,15 +143,12 @@ class RunFolder:
             raise RunError(f"the run in {self.path} is finished; its results are in {self.results}")
 
     def create(self, *, overwrite: bool) -> None:
-        """Makes the folder ready for a new run, whose configuration the caller writes next. The
-        caller holds the folder's lock.
-
-        Args:
-            overwrite: Delete what an earlier run left here; all other files stay.
+        """Makes the folder ready for a new run, whose configuration the caller writes next, with
+        its lock held. ``overwrite`` deletes what an earlier run left; all other files stay.
 
         Raises:
-            RunError: The folder is in use and ``overwrite`` is False, holds files with a run's
-                names that no run of ours wrote, or cannot be written.
+            RunError: The folder is in use without ``overwrite``, holds files with a run's names
+                that no run of ours wrote, or cannot be written.
         """
         try:
             if not overwrite and any(path not in self._begun() for path in self.path.iterdir()):
@@ -195,31 +168,18 @@ class RunFolder:
             raise self._cannot_write(error) from error
 
     def write(self, file: Path, content: bytes | str) -> None:
-        """Writes a file of the run, which has begun and can be resumed.
-
-        Raises:
-            RunError: It cannot be written; what was there before is untouched.
-        """
+        """Writes a file of a run that can be resumed; RunError if it cannot be written."""
         write_atomically(file, content, resume_advice(self.path))
 
     def make(self) -> None:
-        """Makes the folder itself where it is missing.
-
-        Raises:
-            RunError: It cannot be made.
-        """
+        """Makes the folder itself where it is missing; RunError if it cannot be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._cannot_write(error) from error
 
     def reopen(self) -> None:
-        """Makes the folder ready to continue the run in it: deletes what a killed run had half
-        written.
-
-        Raises:
-            RunError: It cannot be written.
-        """
+        """Deletes what a killed run had half written; RunError if the folder is unwritable."""
         try:
             self._prepare()
         except OSError as error:

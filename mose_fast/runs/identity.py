@@ -18,25 +18,14 @@ __all__ = ["check_identity", "identity"]
 
 
 def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
-    """What a checkpoint and the results note about how a run was made, as plain values.
-
-    Raises:
-        ConfigError: The method's files were edited after they had been imported.
+    """What a checkpoint and the results note about how a run was made, as plain values; ConfigError
+    if the method's files were edited after they had been imported.
     """
     return {"config": config.to_dict(), **made_by(learner)}
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], checkpoint: Path) -> None:
-    """Refuses the checkpoint of another run, and warns if the machine is another one.
-
-    Args:
-        found: The identity in the checkpoint.
-        wanted: The identity of the run that continues.
-        checkpoint: The checkpoint's file, for messages.
-
-    Raises:
-        RunError: The settings, the data or the code differ; the message says which.
-    """
+    """Raises RunError for another run's checkpoint, and warns if the machine is another one."""
     folder = checkpoint.parent.parent
     afresh = f"start the run again with: mose-fast run --config {folder / 'config.json'} --out {folder} --overwrite"
     # A setting that is newer than the checkpoint has its preset's value.

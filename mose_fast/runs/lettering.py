@@ -11,13 +11,8 @@ __all__ = ["lettering"]
 
 @contextmanager
 def lettering(texts: Iterable[str]) -> Iterator[None]:
-    """A context in which matplotlib takes letters that its font lacks from other fonts.
-
-    If no font of the machine has a letter, figures show a box for it, and one warning names these
-    letters.
-
-    Args:
-        texts: All texts of the figures that users have named.
+    """A context in which matplotlib takes letters that its font lacks from other fonts, for the
+    texts that users have named. One warning names the letters that no font of the machine has.
     """
     # Imported here, because it takes half a second that other commands do not need.
     from matplotlib import rc_context, rcParams

@@ -16,7 +16,7 @@ from mose_fast.methods import Learner
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
-__all__ = ["Listener", "TensorBoard"]
+__all__ = ["Curves", "Listener", "TensorBoard"]
 
 
 class Listener:
@@ -29,18 +29,10 @@ class Listener:
         """
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        """The run starts or continues.
-
-        Args:
-            config: The run's settings.
-            stream: The run's stream.
-            learner: The learner, ready to observe.
-            batch: Number of batches already done; more than 0 for a resumed run.
-            batches: Number of batches in all.
-        """
+        """The run starts, or continues after ``batch`` of ``batches``."""
 
     def on_task_start(self, task: int) -> None:
-        """The next batch is the first of a task, or of a part of a stream without borders."""
+        """The next batch is the first of a task, or of a part of a stream without tasks."""
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         """Batch number ``batch`` (from 1) is done; ``losses`` is None if nothing was trained.
@@ -58,18 +50,12 @@ class Listener:
         """
 
     def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
-        """The accuracy at any time was measured, every ``evaluate_every`` batches and at task ends.
-
-        Args:
-            batch: Number of batches done.
-            images: Number of images that have arrived, each pass counted.
-            accuracy: Accuracy on the sample in [0, 1] by classifier and expert.
+        """The accuracy at any time was measured, every ``evaluate_every`` batches and at task ends,
+        after ``images`` arrived, each pass counted: in [0, 1] by classifier and expert.
         """
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        """A task, or a part of a stream without borders, is over; ``accuracy`` is None if it was
-        not evaluated.
-        """
+        """A task, or a part of a stream without tasks, is over; None: it was not evaluated."""
 
     def on_end(self, results: dict[str, Any]) -> None:
         """The run is over; its files are written."""
@@ -78,7 +64,39 @@ class Listener:
         """The run is over or has failed."""
 
 
-class TensorBoard(Listener):
+class Curves(Listener):
+    """Base of listeners that log curves: losses every ``every`` batches, accuracies after every
+    task and evaluation.
+    """
+
+    every: int = 10
+
+    def log(self, values: dict[str, float], batch: int) -> None:
+        """Logs values by name after a number of batches."""
+
+    def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
+        self._borders = stream.borders
+
+    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
+        if losses is not None and batch % self.every == 0:
+            self.log({f"loss/{name}": value for name, value in losses.items()}, batch)
+
+    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
+        values = {f"anytime_accuracy_{c}/{e}": value for c, experts in accuracy.items() for e, value in experts.items()}
+        self.log(values, batch)
+
+    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        values = {}
+        for classifier, experts in ({} if accuracy is None else accuracy.test).items():
+            for expert, row in experts.items():
+                values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
+                if self._borders:
+                    values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
+        if values:
+            self.log(values, batch)
+
+
+class TensorBoard(Curves):
     """Writes TensorBoard events: losses every ``every`` batches, accuracies after every task.
 
     If events cannot be written (a full disk), there is one warning, and the run continues without
@@ -101,7 +119,7 @@ class TensorBoard(Listener):
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._borders = stream.borders
+        super().on_start(config, stream, learner, batch, batches)
         with self._or_give_up():
             self.folder.mkdir(parents=True, exist_ok=True)
             if self.own:
@@ -112,25 +130,6 @@ class TensorBoard(Listener):
         # TensorBoard itself drops what lies after such a start, in a folder of several runs, too.
         self._write(step=batch + 1, file_version="brain.Event:2")
         self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
-
-    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        if losses is not None and batch % self.every == 0:
-            for name, value in losses.items():
-                self._add(f"loss/{name}", value, batch)
-
-    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
-        for classifier, experts in accuracy.items():
-            for expert, value in experts.items():
-                self._add(f"anytime_accuracy_{classifier}/{expert}", value, batch)
-
-    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        if accuracy is None:
-            return
-        for classifier, experts in accuracy.test.items():
-            for expert, row in experts.items():
-                self._add(f"accuracy_{classifier}/{expert}", sum(row) / len(row), batch)
-                if self._borders:
-                    self._add(f"new_task_accuracy_{classifier}/{expert}", row[-1], batch)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -151,12 +150,12 @@ class TensorBoard(Listener):
             if kept:
                 os.truncate(path, kept)
 
-    def _add(self, name: str, value: float, batch: int) -> None:
+    def log(self, values: dict[str, float], batch: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if (name, batch) in self._there:
-            return
-        self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+        for name, value in values.items():
+            if (name, batch) not in self._there:
+                self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
 
     def _write(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -180,9 +179,7 @@ class TensorBoard(Listener):
 
 
 def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """The whole events of a file, and where each ends in it: records of length, checksum, content
-    and checksum.
-    """
+    """The whole events of a file (length, checksum, content, checksum) and where each ends."""
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event
 

@@ -35,15 +35,9 @@ _WIDE = 150
 
 
 class Progress(Listener):
-    """Shows a run: first its settings, then a progress bar with losses and a table after each task.
-
-    If stderr is no terminal, one line a task replaces the bar.
-
-    Args:
-        out: The run's folder, which the heading names.
-
-    Attributes:
-        started: Whether training has begun, so that the run can be resumed.
+    """Shows a run: first its settings, then a progress bar with losses and a table after each task;
+    without a terminal one line a task replaces the bar. ``started``: whether training has begun,
+    so that the run can be resumed.
     """
 
     def __init__(self, out: Path) -> None:
@@ -134,14 +128,12 @@ def accuracy_table(
     test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str], what: str = "task"
 ) -> str:
     """A table of the accuracies after a task in percent, with a row for each classifier and expert,
-    at most 100 columns wide.
+    at most 100 columns wide; that of ``main``, which ``predict()`` uses, is marked.
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
-        task: The task just learned, from 0; the table counts tasks from 1.
-        tasks: Number of tasks of the stream.
-        main: Classifier and expert that ``predict()`` uses; their row is marked.
-        what: ``part`` for a stream without borders: its accuracies are of the classes seen.
+        task: The task just learned, from 0; the table counts its ``tasks`` from 1.
+        what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
     """
     many = tasks > _TASK_COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"
@@ -161,7 +153,6 @@ def accuracy_table(
 
 
 def _by_task(row: list[float], many: bool) -> str:
-    """The columns after the mean."""
     if not many:
         return "".join(f"{100 * value:>{_width(t)}.1f}" for t, value in enumerate(row))
     columns = f"{100 * row[-1]:>10.1f}"

@@ -50,15 +50,13 @@ Matrices = dict[str, dict[str, list[list[float | None]]]]
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of ``results.json``: the file ``results.schema.json``, completed by the
-    declarations of the settings.
-    """
+    """The schema of ``results.json``: ``results.schema.json`` and the settings' own."""
     schema = json.loads((Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8"))
     schema["required"] = list(schema["properties"])
-    settings = settings_of(RunConfig)
     resolved = schema["properties"]["resolved"]["properties"]
-    for name in ("feed", "kernels", "step", "precision"):
-        resolved[name]["enum"] += [choice for choice in settings[name].choices if choice != "auto"]
+    for name, setting in settings_of(RunConfig).items():
+        if "auto" in (setting.choices or ()):
+            resolved[name]["enum"] += [choice for choice in setting.choices if choice != "auto"]
     tables = {"stream": _table(StreamConfig, {}, {"name"}), "options": {"$ref": "#/$defs/options"}}
     schema["$defs"]["config"] = _table(RunConfig, tables, IN_EVERY_CONFIG)
     return schema
@@ -77,43 +75,22 @@ def build_results(
     stream: Stream,
     learner: Learner,
     identity: dict[str, Any],
-    test: Matrices,
-    buffer: Matrices,
-    confusion: list[list[int]],
-    confusion_by_class: list[dict[str, int]],
-    evaluated_after: list[int],
-    anytime: dict[str, Any] | None,
-    evaluation_points: dict[str, Any] | None,
+    records: Mapping[str, Any],
     untrained: dict[str, dict[str, list[float]]],
-    resumed: int,
-    replayed: int,
-    retries: int,
     clock: Clock,
 ) -> dict[str, Any]:
     """Everything about a finished run, as plain values.
 
     Args:
-        config: The run's settings.
-        stream: The run's stream.
+        config, stream: The run's.
         learner: The learner after the last task.
         identity: What :func:`mose_fast.runs.identity.identity` noted when the run started.
-        test: Accuracy on the images that the stream is evaluated on; a row per entry of
-            ``evaluated_after``.
-        buffer: Accuracy on memory samples in the same form; None for a task without samples.
-        confusion: Test images by task and predicted task, after the last evaluation.
-        confusion_by_class: Test images by class and predicted class, without zeros.
-        evaluated_after: Parts of the stream after which there was an evaluation, in order.
-        anytime: The curve of the accuracy at any time: lists with an entry for each evaluation, and
-            ``accuracy`` with such lists by classifier and expert; None: there was none.
-        evaluation_points: For a stream without borders, lists with an entry for each of them: the
-            images and the classes that had come; else None.
+        records: What the loop recorded: see :attr:`mose_fast.train.loop.Loop.records`.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
-        resumed: How often the run was resumed.
-        replayed: Number of steps that were replayed from graphs.
-        retries: Number of captures that were tried once more.
         clock: The run's clock; it is read last.
     """
+    evaluated_after, anytime = records["evaluated_after"], records["anytime"]
     tasks, parts = len(stream.tasks), stream.parts
     complete = evaluated_after == list(range(parts))
 
@@ -126,8 +103,8 @@ def build_results(
     def over_all(function: Any, matrices: dict[str, dict[str, list]]) -> dict[str, dict[str, Any]]:
         return {c: {e: function(m) for e, m in experts.items()} for c, experts in matrices.items()}
 
-    accuracy = over_all(lambda rows: filled(rows, 0.0), test)
-    buffer_accuracy = over_all(lambda rows: filled(rows, None), buffer)
+    accuracy = over_all(lambda rows: filled(rows, 0.0), records["test"])
+    buffer_accuracy = over_all(lambda rows: filled(rows, None), records["buffer"])
     bof = {
         c: {
             e: [
@@ -146,7 +123,7 @@ def build_results(
         return over_all(function if complete and defined else lambda _: None, accuracy)
 
     def of_tasks(function: Any) -> dict[str, dict[str, Any]]:
-        """A metric that needs one after every task; null also in a stream without borders."""
+        """A metric that needs one after every task; null also without task boundaries."""
         return over_time(function, stream.borders)
 
     if anytime is not None:
@@ -195,8 +172,8 @@ def build_results(
         "accuracy": accuracy,
         "buffer_accuracy": buffer_accuracy,
         "bof": bof,
-        "confusion_by_task": confusion,
-        "confusion_by_class": confusion_by_class,
+        "confusion_by_task": records["confusion"],
+        "confusion_by_class": records["confusion_by_class"],
         "acc": over_all(evaluate.average_accuracy, accuracy),
         "sample_acc": over_all(lambda matrix: float(np.average(matrix[-1], weights=images)), accuracy),
         "af_paper": of_tasks(evaluate.forgetting_paper),
@@ -205,14 +182,14 @@ def build_results(
         "average_anytime_accuracy": over_time(evaluate.average_anytime_accuracy),
         "new_task_accuracy": of_tasks(lambda m: evaluate.new_task_accuracy(m).tolist()),
         "anytime": anytime,
-        "evaluation_points": evaluation_points,
+        "evaluation_points": records["evaluation_points"],
         "untrained": {"accuracy": untrained, "acc": over_all(lambda row: float(np.mean(row)), untrained)},
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
-        "eager_steps": learner.steps - replayed if device.type == "cuda" else None,
-        "capture_retries": retries if device.type == "cuda" else None,
-        "resumed": resumed,
+        "eager_steps": learner.steps - records["replayed"] if device.type == "cuda" else None,
+        "capture_retries": records["retries"] if device.type == "cuda" else None,
+        "resumed": records["resumed"],
         "peak_memory_bytes": {
             "host": peak_bytes(),
             "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
@@ -238,23 +215,14 @@ def build_results(
 
 
 def precision_of(results: dict[str, Any]) -> str:
-    """The precision that a run had, which is not ``auto``.
-
-    Results of versions without ``auto`` contain only the precision that was asked for.
-    """
+    """The precision that a run had; results without it have what was asked for, never ``auto``."""
     return results["resolved"].get("precision", results["config"]["precision"])
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
-    """The matrices as a table: classifier, expert, after_task, task, accuracy, buffer_accuracy
-    (empty: no samples in the memory).
-
-    Tasks count from 0.
-
-    Args:
-        test: Accuracy on the images that the stream is evaluated on.
-        buffer: Accuracy on memory samples.
-        evaluated_after: The task after which each row of a matrix was measured.
+    """The matrices as a table: classifier, expert, after_task, task (both from 0), accuracy,
+    buffer_accuracy (empty: no samples in the memory). ``evaluated_after``: the task of each row of
+    the matrices of accuracies on the stream's images and on memory samples.
     """
     parts = [(c, e) for c, experts in test.items() for e in experts]
     return _HEAD + "".join(_lines(c, e, test[c][e], buffer[c][e], evaluated_after) for c, e in parts)
@@ -285,9 +253,6 @@ class AccuracyTable:
 
     Each evaluation adds lines to every part. Those before it are neither formatted again nor kept,
     since there are millions in a run of hundreds of tasks: they are read back from the file.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,11 +262,7 @@ class AccuracyTable:
         self._hash = b""
 
     def write(self, test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> None:
-        """Writes the file; arguments as for :func:`accuracy_csv`.
-
-        Raises:
-            RunError: It cannot be written; it is unchanged.
-        """
+        """Writes the file, as :func:`accuracy_csv`; RunError if it cannot be written."""
         before = self._read()
         pieces, position = [_HEAD.encode()], len(_HEAD)
         for classifier, experts in test.items():
@@ -329,18 +290,14 @@ class AccuracyTable:
 
 
 def shown_experts(experts: Mapping[str, T], classifier: str, of_predict: tuple[str, str]) -> Iterator[tuple[str, T]]:
-    """The experts of a table for people: of a single expert not the mean, which is the same, unless
-    ``predict()`` uses it.
-    """
+    """The experts to show; of a single one no mean, unless ``predict()`` uses it."""
     for expert, value in experts.items():
         if len(experts) > 2 or not expert.startswith("mean_") or (classifier, expert) == of_predict:
             yield expert, value
 
 
 def summary(results: dict[str, Any]) -> str:
-    """A table for people, in percent: ACC (mean over tasks), sample ACC (mean over images) and
-    forgetting.
-    """
+    """A table in percent: ACC (mean over tasks), sample ACC (mean over images), forgetting."""
     images = "validation" if results["config"]["evaluate_on"] == "validation" else "test"
 
     def percent(value: float | None) -> str:

@@ -63,7 +63,6 @@ class Column(NamedTuple):
 
     @property
     def sql(self) -> str:
-        """SQLite's type."""
         optional = isinstance(self.type, UnionType)
         kind = {str: "TEXT", int: "INTEGER", float: "REAL"}[get_args(self.type)[0] if optional else self.type]
         return kind if optional else f"{kind} NOT NULL"
@@ -129,12 +128,12 @@ COLUMNS: dict[str, Column] = {
     "resumed": Column(int, "how often the run was continued"),
     "peak_bytes": Column(int, "peak memory of the process on the host", "peak_memory_bytes.host"),
     "peak_bytes_device": Column(
-        int | None, "peak memory allocated on the card, None on the CPU", "peak_memory_bytes.device"
+        int | None, "peak memory allocated on the GPU, None on the CPU", "peak_memory_bytes.device"
     ),
     "images_kept": Column(int, "number of images kept at most", "kept.images"),
     "bytes_kept": Column(int, "bytes of all that was kept beside network and optimiser"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "card", compared="made"),
+    "card": Column(str | None, "GPU", compared="made"),
     "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
@@ -176,12 +175,8 @@ def _hash(values: Any) -> str:
 
 def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a finished run: its row (:data:`COLUMNS`, with ``folder`` as given) and the contents of
-    its ``results.json``.
-
-    Raises:
-        RunDamaged: A file is missing or unreadable, or files contradict each other: ``config.json``
-            and the configuration in ``results.json``, or the accuracy matrices and ``accuracy.csv``
-            or the metrics.
+    its ``results.json``; RunDamaged if a file is missing or unreadable, or files contradict each
+    other: configurations, accuracy matrices, ``accuracy.csv`` and metrics.
     """
     files = RunFolder(folder)
 
@@ -272,10 +267,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
 
 
 class Store:
-    """The table of one folder, which runs can be added to.
-
-    Args:
-        folder: The sweep's folder. The table is ``runs.sqlite`` in it, and is created if missing.
+    """The table ``runs.sqlite`` of a sweep's folder, created if missing; runs can be added to it.
 
     Raises:
         RunError: The file is no table of runs, has another format, or cannot be written.
@@ -289,11 +281,8 @@ class Store:
 
     def add(self, folder: str | Path) -> dict[str, Any]:
         """Adds the finished run in ``folder`` unless the table already holds the same result;
-        returns its row.
-
-        Raises:
-            RunDamaged: The folder holds no finished run, or a damaged one.
-            RunError: The table cannot be written, for example on a full disk; it stays as it was.
+        returns its row. RunDamaged if there is none or it is damaged; RunError if the table
+        cannot be written: it stays as it was.
         """
         row, _ = read_run(folder)
         row["folder"] = _relative(Path(folder), self.folder)
@@ -318,15 +307,8 @@ class Store:
 
 
 def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
-    """Rebuilds the table of a folder from the run folders below it. The old table is replaced
-    atomically.
-
-    Args:
-        folder: A sweep's folder, or any folder above run folders.
-
-    Returns:
-        The table as :func:`read_store` returns it, and one line for each skipped folder with its
-        name and the reason.
+    """Rebuilds the table of a folder from the run folders below it, in place of the old one.
+    Returns it as :func:`read_store` does, and a line on each skipped folder with the reason.
 
     Raises:
         RunError: The folder does not exist, there is neither a run nor a table in it, its
@@ -376,11 +358,8 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
-    """Reads the table as a data frame with the columns :data:`COLUMNS`, ordered by folder. If a
-    folder appears twice, its newest row is used.
-
-    Args:
-        folder: The folder that holds ``runs.sqlite``, or that file.
+    """Reads the table of a folder, or that file, as a data frame with the columns :data:`COLUMNS`,
+    ordered by folder, with the newest row of each.
 
     Raises:
         RunError: There is no such table, or it is damaged or has another format.

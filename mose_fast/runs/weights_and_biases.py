@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mose_fast.evaluate import TaskAccuracy
 from mose_fast.methods import Learner
 from mose_fast.runs.files import RunError, RunFolder, write_atomically
-from mose_fast.runs.listeners import Listener
+from mose_fast.runs.listeners import Curves
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
 __all__ = ["WeightsAndBiases"]
 
 
-class WeightsAndBiases(Listener):
+class WeightsAndBiases(Curves):
     """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
     ACC and forgetting at the end.
 
@@ -49,7 +48,7 @@ class WeightsAndBiases(Listener):
         self._run: Any = None
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        self._borders = stream.borders
+        super().on_start(config, stream, learner, batch, batches)
         folder = self.folder.absolute()
         mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
 
@@ -65,24 +64,6 @@ class WeightsAndBiases(Listener):
             )
 
         self._or_give_up(begin)
-
-    def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
-        if losses is not None and batch % self.every == 0:
-            self._log({f"loss/{name}": value for name, value in losses.items()}, batch)
-
-    def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
-        values = {f"anytime_accuracy_{c}/{e}": value for c, experts in accuracy.items() for e, value in experts.items()}
-        self._log(values, batch)
-
-    def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
-        if accuracy is not None:
-            values = {}
-            for classifier, experts in accuracy.test.items():
-                for expert, row in experts.items():
-                    values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
-                    if self._borders:
-                        values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
-            self._log(values, batch)
 
     def on_end(self, results: dict[str, Any]) -> None:
         if self._run is not None:
@@ -105,7 +86,7 @@ class WeightsAndBiases(Listener):
             write_atomically(file, secrets.token_hex(8))
         return file.read_text(encoding="ascii")
 
-    def _log(self, values: dict[str, float], batch: int) -> None:
+    def log(self, values: dict[str, float], batch: int) -> None:
         if self._run is not None:
             self._or_give_up(lambda: self._run.log(values, step=batch))
 

@@ -45,9 +45,7 @@ __all__ = [
 
 
 class ConfigError(MoseFastError, ValueError):
-    """A setting has a value that the run cannot use; the message names the setting, the value and
-    what is wanted.
-    """
+    """A setting has an unusable value; the message names it, its value and what is wanted."""
 
 
 # Names of settings elsewhere, by which people look for ours.
@@ -139,9 +137,7 @@ def plain(value: Any) -> Any:
 
 
 def usable_path(value: str) -> bool:
-    """Whether the system could take a text as a path, or as the name of a file: no null character,
-    no lone surrogate, not too long.
-    """
+    """Whether a text can be a path or a file's name: no null, no lone surrogate, not too long."""
     try:
         path = os.fsencode(value)
     except UnicodeEncodeError:
@@ -150,13 +146,8 @@ def usable_path(value: str) -> bool:
 
 
 class Search(NamedTuple):
-    """The range of a number that ``mose-fast tune`` searches.
-
-    Attributes:
-        low: The least value.
-        high: The greatest value.
-        log: Whether it is searched on a logarithmic scale.
-        source: Where the range comes from; empty in a space that a user gives.
+    """The range of a number that ``mose-fast tune`` searches: least and greatest value, whether on
+    a logarithmic scale, and where it comes from (empty in a user's own space).
     """
 
     low: float
@@ -215,12 +206,10 @@ class Setting:
 
     @property
     def changes_cost(self) -> bool:
-        """See ``cost``."""
         return self.role != "bookkeeping" and self.type != "float" if self.cost is None else self.cost
 
     @property
     def changes_results(self) -> bool:
-        """See ``alters``."""
         return self.role in ("problem", "method") if self.alters is None else self.alters
 
     @property
@@ -314,9 +303,7 @@ def knob(
     type: ``bool``, ``int``, ``float`` or ``str``.
 
     Args:
-        default: See :class:`Setting`.
-        doc: See :class:`Setting`.
-        source: See :class:`Setting`.
+        default, doc, source: See :class:`Setting`.
         choices: The values it may have; as a mapping, with what each of them means.
         compare: Whether configurations that differ in it are unequal.
         **rules: The other attributes of :class:`Setting`.
@@ -328,16 +315,10 @@ def knob(
 
 
 def whole_number(name: str, value: Any, low: int | None = 1, **rules: Any) -> int | None:
-    """A whole number that is no setting, as an int.
+    """A whole number that is no setting, of any type that :func:`plain` knows, as an int.
 
-    Args:
-        name: Its name in messages.
-        value: The number, of any type that :func:`plain` knows.
-        low: The least that it may be; None: any.
-        **rules: Other attributes of :class:`Setting`.
-
-    Raises:
-        ConfigError: It is no integer, or too small.
+    ConfigError if it is no integer, below ``low`` (None: any) or against other attributes of
+    :class:`Setting` in ``rules``.
     """
     return Setting(name=name, kind="int", default=None, doc="", source="", low=low, **rules).check(value)
 
@@ -351,6 +332,15 @@ class Declared:
 
     #: What stands before the fields' names in the dotted names of settings.
     owner: ClassVar[str] = ""
+
+    @classmethod
+    def again(cls, name: str, default: Any, source: str, **changes: Any) -> Any:
+        """Declares one of this class's settings in a subclass, with another default and source, and
+        with other attributes of :class:`Setting` where ``changes`` has them.
+        """
+        setting = cls.__dataclass_fields__[name].metadata["setting"]
+        setting = dataclasses.replace(setting, default=default, source=source, **changes)
+        return dataclasses.field(default=default, metadata={"setting": setting})
 
     def __post_init__(self) -> None:
         for setting in settings_of(type(self)).values():

@@ -43,10 +43,12 @@ from mose_fast.settings.knob import (
 
 __all__ = [
     "CONTRASTIVE_TEMPERATURES",
+    "CURRENT_CLASSES",
     "ENTRY_POINTS",
     "LEARNING_RATES",
     "METHOD_SETTINGS",
     "RECIPES",
+    "REPLAY_FROM",
     "WEIGHT_DECAYS",
     "WITHOUT_BORDERS",
     "ConfigError",
@@ -66,14 +68,11 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def read_table(path: Path, what: str) -> Any:
-    """The contents of a ``.toml`` or ``.json`` file.
+    """The contents of a ``.toml`` or ``.json`` file; ConfigError if it cannot be read.
 
     Args:
         path: The file.
         what: It is, for the message: ``the configuration``.
-
-    Raises:
-        ConfigError: It cannot be read or is no TOML or JSON; the message names it.
     """
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
@@ -117,7 +116,7 @@ class StreamConfig(Declared):
     )
     tasks: int | None = _problem(
         None,
-        "tasks that the classes are split into, in class order; without borders, parts that a run evaluates after",
+        "tasks that the classes are split into, in class order; without task boundaries, parts to evaluate after",
         low=1,
         none="the stream's own",
         flag=True,
@@ -146,9 +145,9 @@ class StreamConfig(Declared):
         choices={
             "tasks": "task by task",
             "imbalanced": "task by task, with fewer and fewer images a class",
-            "blurry": "i-Blurry: no borders; some classes come in one part, the others have images in every part",
+            "blurry": "i-Blurry: no task boundaries; some classes come in one part, others have images in all parts",
             "si_blurry": "Si-Blurry: likewise, in random numbers",
-            "task_free": "without borders; the classes' probabilities drift",
+            "task_free": "without task boundaries; the classes' probabilities drift",
         },
         flag=True,
     )
@@ -228,6 +227,11 @@ LEARNING_RATES = Search(
 )
 WEIGHT_DECAYS = Search(1e-6, 1e-2, log=True, source="choice: two decades around 1e-4 (paper 5.1)")
 CONTRASTIVE_TEMPERATURES = Search(0.02, 0.5, log=True, source="choice: from below SCR's 0.07 to Co2L's 0.5")
+
+
+#: Tasks that replayed rows come from, and when the classes of the current task are known.
+REPLAY_FROM = {"all": "", "others": "every task but the current"}
+CURRENT_CLASSES = {"seen": "those seen so far in it", "task": "all of it, known at its start"}
 
 
 @documented
@@ -328,19 +332,13 @@ class ReplayOptions(MethodOptions):
 
 
 class MethodSettings(NamedTuple):
-    """What a configuration must know of a method: the type of its options, and by preset what
-    differs from their defaults.
-    """
+    """A method's type of options, and by preset what differs from their defaults."""
 
     options: type[MethodOptions]
     presets: Mapping[str, Mapping[str, Any]]
 
     def preset(self, name: str | None) -> str:
-        """The preset's name; None means the first.
-
-        Raises:
-            ConfigError: The method has no such preset.
-        """
+        """The preset's name, None: the first; ConfigError if the method has no such preset."""
         if name is None:
             return next(iter(self.presets))
         name = plain(name)
@@ -361,11 +359,7 @@ ENTRY_POINTS = "mose_fast.methods"
 
 
 def method_settings(name: str) -> MethodSettings:
-    """The settings of a method.
-
-    Raises:
-        ConfigError: There is no such method.
-    """
+    """The settings of a method; ConfigError if it is unknown."""
     name = plain(name)
     if isinstance(name, str) and usable_path(name):
         # By its name and late: methods need torch, and no other setting does.
@@ -422,7 +416,7 @@ class RunConfig(Declared):
     device: str = _execution(
         "auto",
         "where to compute: auto (the GPU where there is one) | cpu | cuda | cuda:N",
-        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers cards in 8 bits
+        pattern="auto|cpu|cuda(:(0|[1-9][0-9]?))?",  # PyTorch numbers GPUs in 8 bits
         wanted="auto, cpu, cuda or cuda:N",
         flag=True,
     )
@@ -574,10 +568,7 @@ class RunConfig(Declared):
 
     @classmethod
     def from_dict(cls, values: Mapping) -> RunConfig:
-        """The inverse of :meth:`to_dict`.
-
-        Fields that are missing take the preset's value, unknown ones are an error.
-        """
+        """The inverse of :meth:`to_dict`; missing fields take the preset's value."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a configuration is a table of settings, not {type(values).__name__}")
         return cls.create(**values)
@@ -617,9 +608,7 @@ class RunConfig(Declared):
 
 
 def _build(kind: type, values: Mapping, owner: str, others: Set[str] = frozenset()) -> Any:
-    """Constructs the dataclass ``kind`` from a mapping; unknown names are refused with near
-    matches, also among the names of ``others``.
-    """
+    """Constructs a dataclass; refuses unknown names, with near matches also among ``others``."""
     known = {f.name for f in dataclasses.fields(kind)}
     for name in values:
         if name not in known:

@@ -30,7 +30,7 @@ class _Graph(NamedTuple):
 
 
 # How often a step is captured before steps are taken eagerly. A single failure may be an accident:
-# memory was cached elsewhere, or a thread of another library waited for the card.
+# memory was cached elsewhere, or a thread of another library waited for the GPU.
 _ATTEMPTS = 2
 
 # Graphs whose capture failed. They are kept, because PyTorch's allocator of pinned memory may still
@@ -39,7 +39,7 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedSteps:
-    """Takes the steps of a learner on a card in place of its ``take_step``, with CUDA graphs if
+    """Takes the steps of a learner on a GPU in place of its ``take_step``, with CUDA graphs if
     possible and allowed.
 
     There is a graph for each layout of inputs that occurs twice. MOSE pads its steps to their
@@ -56,7 +56,7 @@ class CapturedSteps:
     there had been no capture.
 
     Args:
-        learner: A learner on a card whose steps can be captured.
+        learner: A learner on a GPU whose steps can be captured.
         capture: If False, every step is taken eagerly, with the same inputs.
 
     Attributes:
@@ -84,11 +84,7 @@ class CapturedSteps:
         return len(self._graphs)
 
     def __call__(self, inputs: tuple) -> dict[str, Tensor]:
-        """Takes a step; returns its losses by name, on the card.
-
-        Args:
-            inputs: The learner's ``inputs``.
-        """
+        """Takes the step of a learner's ``inputs``; returns its losses by name, on the GPU."""
         key = layout_of(inputs)
         known = self._graphs.get(key)
         if known is None and key in self._met and not self.obstacle:
@@ -153,9 +149,9 @@ class CapturedSteps:
 def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.CUDAGraph]:
     """Captures the launches inside into a graph, and closes the capture properly if it fails.
 
-    Unlike :class:`torch.cuda.graph`, it neither waits for the card nor empties the allocator's
+    Unlike :class:`torch.cuda.graph`, it neither waits for the GPU nor empties the allocator's
     caches, which would make the next steps allocate anew. Python's garbage collector is off during
-    the capture, since what it frees may wait for the card.
+    the capture, since what it frees may wait for the GPU.
 
     Up to 2.11, PyTorch does not tell its allocator that a capture has failed
     (pytorch/pytorch#180395). The allocator then behaves as if it were still capturing: it never
@@ -202,8 +198,8 @@ def _without_collector() -> Iterator[None]:
 
 
 def layout_of(inputs: tuple) -> Hashable:
-    """What must be equal for two steps to share a graph: names and order of all values, shapes and
-    dtypes of tensors, and all other values.
+    """What must be equal for two steps to share a graph: the structure, shapes and dtypes of
+    tensors, and all other values.
     """
     parts, structure = tree_flatten(inputs)
     return structure, *((tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part for part in parts)

@@ -13,19 +13,14 @@ __all__ = ["Feeder", "Views"]
 
 
 class Views(NamedTuple):
-    """Views that the feeder has made.
-
-    Attributes:
-        tensor: The views.
-        made: On a card, an event recorded after the work that makes them; None on the CPU.
-    """
+    """Views, and on a GPU an event recorded after the work that makes them; None on the CPU."""
 
     tensor: Tensor
     made: torch.cuda.Event | None
 
 
 class Feeder:
-    """Calls functions that make views, in order, on one thread; on a card also on one stream, which
+    """Calls functions that make views, in order, on one thread; on a GPU also on one stream, which
     waits for each function's input.
 
     Each function makes the views of one step, independently of earlier calls, so that requests can
@@ -43,11 +38,8 @@ class Feeder:
         self._stream: torch.cuda.Stream | None = None
 
     def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
-        """Requests views. They are made after everything launched on the current stream so far.
-
-        Args:
-            make: Returns the views; called on the feeder's thread and stream.
-            reads: All tensors on a card that ``make`` reads, written on the current stream.
+        """Requests views from ``make``, after everything launched on the current stream so far.
+        ``reads``: all tensors on a GPU that it reads, written on the current stream.
         """
         if self._device.type != "cuda":
             return self._thread.submit(self._make, make, None)
@@ -59,11 +51,8 @@ class Feeder:
         return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
-        """Returns the views, ready for use on the current stream. The host waits until the work
-        that makes them is launched; on the CPU, until they are made.
-
-        Raises:
-            BaseException: The error of the function that makes them.
+        """Returns the views, ready for use on the current stream, or raises what went wrong. The
+        host waits until the work that makes them is launched; on the CPU, until they are made.
         """
         tensor, made = views.result()
         if made is not None:

@@ -53,12 +53,10 @@ class Loop:
     """A run in progress. Its state is the learner, ``position`` and ``records``.
 
     Args:
-        config: The run's settings.
-        stream: The run's stream.
+        config, stream, clock: The run's.
         learner: The learner; untrained, or about to be restored.
         folder: Folder for results and checkpoints; None writes nothing.
-        listeners: Listeners, which are notified of every step, task and evaluation.
-        clock: The run's clock.
+        listeners: They are notified of every step, task and evaluation.
 
     Attributes:
         position: The next batch: ``task`` (the part of the stream), epoch and number within the
@@ -66,6 +64,13 @@ class Loop:
             training on the final memory is one more.
         records: The results of all evaluations so far, how often the run was resumed, how many
             steps were replayed, and how many captures were tried once more.
+            ``test`` and ``buffer``: accuracies on test images and on memory samples (None for a
+            task without) by classifier and expert, a row for each of ``evaluated_after``, the parts
+            of the stream with an evaluation. ``confusion``: test images by task and predicted task
+            after the last; ``confusion_by_class``: likewise, without zeros. ``anytime``: the curve
+            of the accuracy at any time, lists with an entry for each evaluation, or None.
+            ``evaluation_points``: without task boundaries, the images and classes that had come at
+            each; else None.
     """
 
     def __init__(
@@ -127,7 +132,6 @@ class Loop:
     # Batches
 
     def _train(self, part: int, stop: StopRequest) -> None:
-        """Learns from the remaining batches of a part of the stream."""
         rehearsing = part == self.presented.parts
         for epoch in range(self.position["epoch"], self.config.epochs if rehearsing or not self.joint else 1):
             if rehearsing:
@@ -151,7 +155,6 @@ class Loop:
             self.position |= {"epoch": epoch + 1, "batch": 0}
 
     def _rehearsed(self, epoch: int) -> list[Tensor]:
-        """The slots of the final memory in batches, in random order."""
         order = torch.from_numpy(draw_order(self.learner.memory.filled, self.config.seed, _REHEARSAL_ORDER + epoch))
         return list(upload(order, self.learner.device).split(self.config.options.buffer_batch))
 
@@ -163,7 +166,7 @@ class Loop:
                 stop.check()
         except Interrupted:
             self.pipeline.stop()
-            # On a card, more steps may have been taken since the last recorded one.
+            # On a GPU, more steps may have been taken since the last recorded one.
             while self.pipeline.reader:
                 with suppress(Interrupted):
                     for taken, losses in self.pipeline.drain(wait=True):
@@ -212,7 +215,6 @@ class Loop:
         self._add_point(accuracy, part, ends_task=False)
 
     def _add_point(self, accuracy: dict[str, dict[str, float]], part: int, *, ends_task: bool) -> None:
-        """Adds a point to the curve of the accuracy at any time."""
         point = {
             "batch": self.position["done"],
             "images_seen": self._images_seen(part),
@@ -262,7 +264,6 @@ class Loop:
         self._notify("on_task_end", part, self.position["done"], accuracy)
 
     def _record(self, accuracy: TaskAccuracy, seen: int) -> None:
-        """Adds an evaluation to the records and the table."""
         records = self.records
         for kind, values in (("test", accuracy.test), ("buffer", accuracy.buffer)):
             for classifier, experts in values.items():
@@ -297,14 +298,13 @@ class Loop:
             del self.learner.after_step
 
     def _finish(self) -> dict[str, Any]:
-        """Builds the results of the whole run and writes them to its folder."""
         if self.writer is not None:
             with self.clock.timed("checkpoint"):
                 self.writer.wait()
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
         results = build_results(
-            self.config, self.stream, self.learner, self.identity, **self.records, untrained=untrained, clock=self.clock
+            self.config, self.stream, self.learner, self.identity, self.records, untrained, self.clock
         )
         if self.folder is not None:
             self.folder.write(self.folder.figure, accuracy_figure(results))
@@ -314,9 +314,7 @@ class Loop:
         return results
 
     def _untrained(self) -> dict[str, dict[str, list[float]]]:
-        """Accuracies of the untrained network of the same seed with the same final memory, which
-        training must exceed.
-        """
+        """Accuracies of the untrained network with the same final memory: a lower bound."""
         # Not with create_learner, which may refuse for lack of memory; that must not happen at the
         # end of a run.
         untrained = type(self.learner)(
@@ -329,7 +327,6 @@ class Loop:
             return evaluate_learner(untrained, self.stream, self.stream.parts - 1, prepare=False).test
 
     def _count(self) -> int:
-        """Number of batches of the whole run."""
         parts = range(self.presented.parts)
         stream = sum(map(self.presented.count_batches, parts))
         if not self.joint:
@@ -340,7 +337,7 @@ class Loop:
     # Checkpoints
 
     def _save(self, *, wait: bool = False) -> None:
-        """Writes a checkpoint; on a card while training continues, unless ``wait`` is True."""
+        """Writes a checkpoint; on a GPU while training continues, unless ``wait`` is True."""
         if self.writer is not None:
             self._write(*self._state(), wait=wait)
 
@@ -349,7 +346,7 @@ class Loop:
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
             self.learner.check_kept()
-            # Before the copy: asking waits for the card, which would hide a copy that is not waited
+            # Before the copy: asking waits for the GPU, which would hide a copy that is not waited
             # for.
             numbers = copy.deepcopy(self.learner.values())
             snapshot = Snapshot(self.learner.tensors())
@@ -388,7 +385,6 @@ class Loop:
         self.records["resumed"] += 1
 
     def _notify(self, event: str, *arguments: Any) -> None:
-        """Calls a method of every listener."""
         for listener in self.listeners:
             getattr(listener, event)(*arguments)
 

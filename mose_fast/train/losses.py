@@ -14,7 +14,7 @@ from mose_fast.methods import Learner, Prepared
 __all__ = ["OUTSTANDING", "LossReader", "Taken"]
 
 #: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
-#: card, and so how long Ctrl-C takes.
+#: GPU, and so how long Ctrl-C takes.
 OUTSTANDING = 8
 
 # Largest number of losses of a step.
@@ -22,13 +22,8 @@ _WIDTH = 16
 
 
 class Taken(NamedTuple):
-    """A step that was taken.
-
-    Attributes:
-        prepared: Its batch.
-        position: The run's position before the step.
-        replayed: Number of steps of the batch that were replayed from a graph.
-        retries: Number of captures on the way that were tried once more.
+    """A step that was taken: its batch, the run's position before it, how many steps of the batch
+    were replayed from a graph, and how many captures on the way were tried once more.
     """
 
     prepared: Prepared
@@ -45,13 +40,8 @@ class _Unread(NamedTuple):
 
 
 class LossReader:
-    """Reads losses in the order of their steps.
-
-    If a learner's losses are read late, they are copied to pinned memory while later steps are
-    launched. Otherwise they are read at once.
-
-    Args:
-        learner: The learner that takes the steps.
+    """Reads losses in the order of their steps: at once, or, if a learner's losses are read late,
+    from copies to pinned memory while later steps are launched.
     """
 
     def __init__(self, learner: Learner) -> None:
@@ -79,11 +69,8 @@ class LossReader:
             )
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Yields each step once whose losses have arrived, the oldest first.
-
-        Args:
-            wait: Whether to wait for all losses. Otherwise this waits only if there is no room for
-                another step.
+        """Yields each step once whose losses have arrived, the oldest first. Without ``wait``, it
+        waits only if there is no room for another step.
         """
         while self._waiting:
             taken, names, values, arrived = self._waiting[0]

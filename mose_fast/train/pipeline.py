@@ -26,11 +26,8 @@ __all__ = ["Batch", "Pipeline", "incoming", "resident"]
 
 
 class Batch(NamedTuple):
-    """A batch of the stream that is not planned yet.
-
-    Attributes:
-        position: The run's position before this batch; :class:`Taken` contains it again.
-        content: See :meth:`mose_fast.train.ring.Ring.put`.
+    """A batch that is not planned yet: the run's position before it, which :class:`Taken` contains
+    again, and what :meth:`mose_fast.train.ring.Ring.put` takes.
     """
 
     position: dict[str, int]
@@ -38,27 +35,17 @@ class Batch(NamedTuple):
 
 
 class Pipeline:
-    """Takes the steps of a learner with a ring of planned batches, captured steps if the method
-    supports them, a reader of losses and a clock.
+    """Takes the steps of a learner with a ``ring`` of planned batches, ``captured`` steps if its
+    losses are read late (else None), a ``reader`` of losses and a clock.
 
-    On a card, all calls must have the same current stream, which must not be the default one; see
-    :func:`mose_fast.device.own_stream`.
-
-    Args:
-        learner: The learner.
-        clock: The clock that counts the phases ``train`` and ``capture``; None creates one.
-
-    Attributes:
-        captured: Takes the steps if the learner is on a card and its losses are read late; else
-            None.
-        ring: Plans batches ahead.
-        reader: Reads losses.
+    On a GPU, all calls must have the same current stream, which must not be the default one; see
+    :func:`mose_fast.device.own_stream`. The phases of ``clock`` are ``train`` and ``capture``.
     """
 
     def __init__(self, learner: Learner, clock: Clock | None = None) -> None:
         self.learner = learner
         self.clock = Clock() if clock is None else clock
-        # On a card, eager steps are taken in the same way, so that both give the same bits.
+        # On a GPU, eager steps are taken in the same way, so that both give the same bits.
         self.captured = (
             CapturedSteps(learner, capture=learner.stepping.name == "captured") if learner.reads_losses_late else None
         )
@@ -67,16 +54,11 @@ class Pipeline:
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches in order, and yields each step once its losses have arrived.
+        """Learns from batches in order; yields each step once its losses have arrived, with these
+        by name, or None if nothing was trained.
 
         Steps are taken while the result is iterated. Only these batches are planned, so that no
         plan is left at the end.
-
-        Args:
-            batches: The batches, in order.
-
-        Yields:
-            A step that was taken, and its losses by name; None if the batch trained nothing.
         """
         self.ring.synchronise()
         coming = iter(batches)
@@ -114,10 +96,8 @@ class Pipeline:
         self._planned.clear()
 
     def undo(self, taken: Taken) -> bool:
-        """Undoes the step that was yielded last and everything after it.
-
-        Returns:
-            Whether the model is restored, too; see :meth:`mose_fast.methods.Prepared.undo`.
+        """Undoes the step that was yielded last and everything after it. Returns whether the model
+        is restored, too; see :meth:`mose_fast.methods.Prepared.undo`.
         """
         self.stop()
         for later in reversed(self.reader.drop()):
@@ -143,18 +123,13 @@ class Pipeline:
 def incoming(
     stream: Stream, task: int, batches: Sequence[Tensor], *, train: bool = True, store: bool = True
 ) -> list[Callable[[], dict[str, Any]]]:
-    """The contents of a stream's batches, in the form that :class:`Batch` takes.
-
-    Args:
-        stream: The stream; its images may be on a card.
-        task: The task of the batches.
-        batches: Rows of each batch, int64 on the host.
-        train, store: The arguments of :meth:`mose_fast.methods.Learner.prepare`.
+    """The contents of a stream's batches, in the form that :class:`Batch` takes: rows int64 on the
+    host; the images may be on a GPU. ``train``, ``store``: as :meth:`Learner.prepare` has them.
     """
     if not batches:
         return []
     # The images' numbers go to the images' device in one transfer; a transfer for each batch would
-    # wait for the card each time.
+    # wait for the GPU each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
     return [
         partial(_arguments, stream, task, rows, there, train, store)
@@ -163,7 +138,7 @@ def incoming(
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the card, if they leave half of the free memory to the run."""
+    """The stream with its images on the GPU, if they leave half of the free memory to the run."""
     if device.type != "cuda":
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes

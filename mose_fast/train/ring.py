@@ -31,7 +31,7 @@ class _Planned(NamedTuple):
 class Ring:
     """Prepares batches in order, up to ``depth`` ahead, and hands them out in the same order.
 
-    On a card, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
+    On a GPU, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
     current stream wait for the batch through an event outside any graph; the host does not wait.
     The replay memory and the class masks belong to the plans' stream: call :meth:`synchronise`
     before reading or writing them elsewhere.
@@ -65,12 +65,8 @@ class Ring:
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
     def put(self, batch: Callable[[], dict[str, Any]] | Tensor) -> None:
-        """Prepares a batch.
-
-        Args:
-            batch: A function that returns the arguments of
-                :meth:`mose_fast.methods.Learner.prepare` and is called on the ring's stream; or
-                slots of the final memory to rehearse, int64 [n].
+        """Prepares a batch: the result of a function, called on the ring's stream, of the arguments
+        of :meth:`mose_fast.methods.Learner.prepare`; or slots to rehearse, int64 [n].
         """
         with self._on_stream():
             if isinstance(batch, Tensor):
@@ -120,15 +116,12 @@ class Ring:
             return taken.undo()
 
     def synchronise(self) -> None:
-        """Makes the current stream wait for all preparations so far, and later preparations wait
-        for the current stream.
-        """
+        """Orders the current stream after all preparations so far, and later ones after it."""
         if self._stream is not None:
             torch.cuda.current_stream(self.learner.device).wait_stream(self._stream)
             self._apart = False
 
     def close(self) -> None:
-        """Ends the thread that makes views."""
         self._feeder.close()
 
     @contextmanager
@@ -144,5 +137,5 @@ class Ring:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors on a card in a tuple of tuples."""
+    """The tensors on a GPU in a tuple of tuples."""
     return [part for part in tree_leaves(value) if isinstance(part, Tensor) and part.is_cuda]

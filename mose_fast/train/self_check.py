@@ -1,7 +1,7 @@
 """The process of the self-check: computes the table of small problems and five steps of a tiny
-network on the card, and reports each row as it is done.
+network on the GPU, and reports each row as it is done.
 
-A part that leaves the card unusable for its process is the last of it; the rest is computed in a
+A part that leaves the GPU unusable for its process is the last of it; the rest is computed in a
 new one (:mod:`mose_fast.self_check.verdict`).
 """
 
@@ -35,12 +35,8 @@ STEPS = 5
 
 
 class Trained(NamedTuple):
-    """What the steps left.
-
-    Attributes:
-        losses: float64 [STEPS, 4].
-        change: float64 [P], the change of all weights.
-        obstacle: Why steps were not captured, where they should have been; else empty.
+    """What the steps left: ``losses`` float64 [STEPS, 4], ``change`` of all weights float64 [P],
+    and why steps were not captured where they should have been, else empty.
     """
 
     losses: Tensor
@@ -51,15 +47,9 @@ class Trained(NamedTuple):
 def train(
     device: str, *, small: bool, seed: int = 0, captured: bool = False, gates: bool = True, **settings: Any
 ) -> Trained:
-    """Takes :data:`STEPS` steps of a tiny MOSE on random images.
-
-    Args:
-        device: Where.
-        small: Of a size that an emulated card computes in a second.
-        seed: Of weights, images and draws.
-        captured: Whether to capture the steps.
-        gates: Whether the network has attention gates.
-        **settings: Of :class:`RunConfig`.
+    """Takes :data:`STEPS` steps of a tiny MOSE on random images; ``small``: of a size that an
+    emulated GPU computes in a second; ``seed``: of weights, images and draws; ``gates``: with
+    attention gates; ``settings``: of :class:`RunConfig`.
     """
     batch, side = (2, 8) if small else (10, 16)
     config = RunConfig.create(
@@ -170,7 +160,7 @@ def main() -> int:
         kind = kind_of(device)
         _use(device)
     except Exception as error:  # as varied as what can be wrong with a machine
-        tell(obstacle=f"the card cannot be used: {_first_line(error)}")
+        tell(obstacle=f"the GPU cannot be used: {_first_line(error)}")
         return 0
     if kind != wanted["kind"]:
         differing = [name for name in wanted["kind"] if (kind or {}).get(name) != wanted["kind"][name]]
@@ -188,7 +178,7 @@ def main() -> int:
                 tell(row=row._asdict())
             _use(device)
         except torch.OutOfMemoryError as error:
-            tell(obstacle=f"the card has too little free memory: {_first_line(error)}")
+            tell(obstacle=f"the GPU has too little free memory: {_first_line(error)}")
             return 0
         except Exception as error:
             rows.append(Row(name, "all", None, None, f"{type(error).__name__}: {_first_line(error)}"))
@@ -203,7 +193,7 @@ def main() -> int:
 
 
 def _use(device: torch.device) -> None:
-    """Raises if the card is out of order, or an earlier launch has failed."""
+    """Raises if the GPU is out of order, or an earlier launch has failed."""
     if not math.isclose(float(torch.ones(8, device=device).sum()), 8):
         raise RuntimeError("the sum of eight ones is not 8")
 

@@ -140,7 +140,7 @@ def _only_run() -> Iterator[None]:
     """Refuses a run while another thread of the process is in one.
 
     They would share PyTorch's random state, from which weights are initialised, its switches for
-    precision and determinism, and on a card its streams: a launch of one run could end up in a
+    precision and determinism, and on a GPU its streams: a launch of one run could end up in a
     graph that the other captures.
     """
     if not _running.acquire(blocking=False):
@@ -183,9 +183,7 @@ def _described(stream: Stream) -> dict[str, Any]:
 
 
 def _check_stream(config: RunConfig, stream: Stream) -> None:
-    """Refuses other data than the configuration's, and a stream of another kind or of other images
-    to evaluate on.
-    """
+    """Refuses other data than the configuration's, and another stream to evaluate on."""
     check_fingerprint(config.stream, stream)
     if config.evaluate_on != stream.split:
         raise StreamError(
@@ -210,15 +208,13 @@ def _load(config: RunConfig, listeners: list[Listener]) -> Stream:
 
 def _learner(config: RunConfig, stream: Stream) -> Learner:
     if config.deterministic:
-        # Read when CUDA starts, so it must be set before the first tensor goes to the card.
+        # Read when CUDA starts, so it must be set before the first tensor goes to the GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return create_learner(config, **stream.spec)
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
-    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream, so
-    that nothing need be forgotten.
-    """
+    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream."""
     images = sum(map(stream.count_images, range(stream.parts)))
     if config.memory < 2 * stream.classes:
         text = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mose_fast.learner.replay_learner import TABLE
+from mose_fast.learner.about import TABLE
 from mose_fast.methods import METHODS, BaselineOptions, Learner, Planning
 from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import METHOD_SETTINGS, ReplayOptions, RunConfig

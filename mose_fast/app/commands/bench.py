@@ -15,7 +15,6 @@ _BENCHED = ("stream.batch", "preset", "memory", "width", "device", "precision")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     speed = command(
         commands,
         "bench",

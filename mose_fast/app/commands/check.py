@@ -10,7 +10,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     check = command(
         commands,
         "check",

@@ -14,7 +14,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     gather = command(
         commands, "collect", _act, prints_result=True, help="rebuild the table of runs from the run folders"
     )

@@ -10,7 +10,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     doctor = command(
         commands,
         "doctor",
@@ -20,7 +19,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     doctor.add_argument("--data-dir", metavar="DIR", help="folder with the data sets' files [~/.cache/mose_fast]")
     doctor.add_argument(
-        "--check", action="store_true", help="check the native library's kernels on the cards here anew, and keep that"
+        "--check", action="store_true", help="check the native library's kernels on the GPUs here anew, and keep that"
     )
 
 
@@ -32,7 +31,7 @@ def _act(arguments: argparse.Namespace) -> int:
         for name, verdict in verdicts:
             print(f"{name}\n{rows_of_check(verdict)}")
         if not verdicts:
-            print("there is no card that the native library has kernels for; mose-fast doctor says why")
+            print("there is no GPU that the native library has kernels for; mose-fast doctor says why")
         return int(any(verdict.state != "passed" for _, verdict in verdicts))
     findings = diagnose(arguments.data_dir)
     print(report(findings))

@@ -12,7 +12,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     export = command(
         commands,
         "export",

@@ -14,7 +14,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     listing = command(
         commands, "list", _act, prints_result=True, help="list the methods, the streams or the paper's tables"
     )

@@ -16,7 +16,6 @@ _DESCRIBED = ("method", "preset", "memory", "epochs", "seed", "evaluate_on")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     table = command(
         commands,
         "paper",

@@ -15,7 +15,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     predict = command(commands, "predict", _act, prints_result=True, help="classify image files with an export")
     predict.add_argument("export", metavar="EXPORT", help="folder of an export that contains model.safetensors")
     predict.add_argument(

@@ -12,7 +12,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     page = command(commands, "report", _act, help="one page of tables and figures from many runs")
     page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
     page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")

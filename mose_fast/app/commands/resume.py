@@ -13,7 +13,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     resume = command(commands, "resume", _act, help="continue an interrupted run")
     resume.add_argument("folder", metavar="DIR", help="the run's folder")
     add_wandb(resume)

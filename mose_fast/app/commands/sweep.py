@@ -14,7 +14,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     many = command(
         commands,
         "sweep",

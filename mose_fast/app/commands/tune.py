@@ -13,7 +13,6 @@ __all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds the command."""
     search = command(
         commands,
         "tune",
