@@ -17,6 +17,7 @@ from mose_fast import streams, train
 from mose_fast.app.cli import main
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
 from mose_fast.export.from_run import restore
+from mose_fast.methods import METHODS
 from mose_fast.runs.files import LOCK
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener
@@ -167,9 +168,9 @@ def test_any_method_exports_class_means(finished, tmp_path):
 
 def test_predictions_of_a_methods_own_are_refused(finished, tmp_path, monkeypatch):
     """An export would predict otherwise than the run."""
-    monkeypatch.setattr(Mose, "outputs", lambda self, x: self.model.outputs(x, self.after_step))
+    monkeypatch.setattr(METHODS["mose"], "outputs", lambda self, x: self.model.outputs(x, self.after_step))
     with pytest.raises(ExportError, match=r"method 'mose' predicts by outputs\(\) or predict\(\) of its own"):
-        export_run(finished[0], tmp_path / "export")
+        export_run(finished().folder, tmp_path / "export")
 
 
 def test_a_class_without_a_sample_is_never_predicted(exported):

@@ -32,18 +32,18 @@ def _numbers(values: ArrayLike, what: str) -> NDArray[np.float64]:
     return np.asarray(values, np.float64)
 
 
-def _matrix(values: ArrayLike, *, borders: bool = True) -> NDArray[np.float64]:
+def _matrix(values: ArrayLike, *, boundaries: bool = True) -> NDArray[np.float64]:
     matrix = _numbers(values, "an accuracy matrix")
-    column = not borders and matrix.shape[1:] == (1,)
+    column = not boundaries and matrix.shape[1:] == (1,)
     if matrix.ndim != 2 or (matrix.shape[0] != matrix.shape[1] and not column) or matrix.size == 0:
-        wanted = "[T, T]" if borders else "[T, T], or [P, 1] without task boundaries,"
+        wanted = "[T, T]" if boundaries else "[T, T], or [P, 1] without task boundaries,"
         raise ValueError(f"an accuracy matrix has shape {matrix.shape}; wanted {wanted} with T of at least 1")
     return matrix
 
 
 def average_accuracy(matrix: ArrayLike) -> float:
     """ACC: the mean over all tasks of the accuracy after the last one."""
-    return float(_matrix(matrix, borders=False)[-1].mean())
+    return float(_matrix(matrix, boundaries=False)[-1].mean())
 
 
 def forgetting_paper(matrix: ArrayLike) -> float:
@@ -79,7 +79,7 @@ def running_accuracy(matrix: ArrayLike) -> NDArray[np.float64]:
     """Mean accuracy over the tasks seen so far, after each task, [T]; without task boundaries,
     accuracy on the classes seen after each part, [P].
     """
-    a = _matrix(matrix, borders=False)
+    a = _matrix(matrix, boundaries=False)
     return np.array([a[k, : k + 1].mean() for k in range(len(a))])
 
 

@@ -70,7 +70,7 @@ def evaluate_learner(
     buffer = _by_task(on_host([predicted]), stored, task_of_class[stored], task)
 
     rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
-    if not stream.borders:
+    if not stream.has_boundaries:
         rows = rows[torch.isin(stream.y_test[rows], torch.tensor(learner.seen))]
     tasks = task_of_class[stream.y_test[rows]]
     numbers = upload(rows, stream.x_test.device)

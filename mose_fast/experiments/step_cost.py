@@ -122,12 +122,12 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
         done += sum(times)
         if len(times) < len(batches_of_part):
             break
-        if presented.borders or part == last:
+        if presented.has_boundaries or part == last:
             ends += _timed([learner.end_task], 0)
     else:
         return config.epochs * done + sum(ends)
     for skipped in range(part + 1, last + 1):
-        if presented.borders:
+        if presented.has_boundaries:
             if skipped == last:
                 ends = _timed([learner.end_task], 0)
             learner.data.ended = True  # the ends of the others are left out
@@ -145,7 +145,7 @@ def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
     # Without task boundaries, as if the classes came evenly.
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]
-    if not stream.borders:
+    if not stream.has_boundaries:
         tested = [tested[0] / stream.parts] * stream.parts
     stored = min(config.memory, len(stream.x_train))
     everything = sum(tested) + stored

@@ -58,7 +58,7 @@ class _Report(Listener):
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.tasks, self.batches, self.main = stream.parts, batches, learner.resolve_expert()
-        self.what = "task" if stream.borders else "part"
+        self.what = "task" if stream.has_boundaries else "part"
         self.emit({"event": "progress", "batch": batch, "batches": batches, "view": self.main})
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:

@@ -75,7 +75,7 @@ class Curves(Listener):
         """Logs values by name after a number of batches."""
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
-        self._borders = stream.borders
+        self._boundaries = stream.has_boundaries
 
     def on_batch(self, batch: int, losses: dict[str, float] | None) -> None:
         if losses is not None and batch % self.every == 0:
@@ -90,7 +90,7 @@ class Curves(Listener):
         for classifier, experts in ({} if accuracy is None else accuracy.test).items():
             for expert, row in experts.items():
                 values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
-                if self._borders:
+                if self._boundaries:
                     values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
         if values:
             self.log(values, batch)

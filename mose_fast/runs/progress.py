@@ -57,7 +57,7 @@ class Progress(Listener):
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         self.started = True
         self.tasks = stream.parts
-        self.what = "task" if stream.borders else "part"
+        self.what = "task" if stream.has_boundaries else "part"
         # The joint upper bound trains on the whole stream as one task.
         self.met = 1 if learner.joint_stream else self.tasks
         self.main = learner.resolve_expert()

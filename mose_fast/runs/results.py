@@ -124,7 +124,7 @@ def build_results(
 
     def of_tasks(function: Any) -> dict[str, dict[str, Any]]:
         """A metric that needs one after every task; null also without task boundaries."""
-        return over_time(function, stream.borders)
+        return over_time(function, stream.has_boundaries)
 
     if anytime is not None:
         anytime = {**anytime, "average": over_all(lambda values: float(np.mean(values)), anytime["accuracy"])}

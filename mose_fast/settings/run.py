@@ -50,7 +50,7 @@ __all__ = [
     "RECIPES",
     "REPLAY_FROM",
     "WEIGHT_DECAYS",
-    "WITHOUT_BORDERS",
+    "WITHOUT_BOUNDARIES",
     "ConfigError",
     "MethodOptions",
     "MethodSettings",
@@ -95,7 +95,7 @@ _bookkeeping = partial(knob, role="bookkeeping")
 
 
 #: Kinds of streams that do not tell the learner where tasks begin and end.
-WITHOUT_BORDERS = ("blurry", "si_blurry", "task_free")
+WITHOUT_BOUNDARIES = ("blurry", "si_blurry", "task_free")
 
 
 @documented
@@ -512,7 +512,7 @@ class RunConfig(Declared):
                 f"evaluate_every is {self.evaluate_every} with train_on 'final_memory', which trains after the stream;"
                 " wanted train_on 'stream', or evaluate_every None"
             )
-        if self.epochs > 1 and self.train_on == "stream" and self.stream.kind in WITHOUT_BORDERS:
+        if self.epochs > 1 and self.train_on == "stream" and self.stream.kind in WITHOUT_BOUNDARIES:
             raise ConfigError(
                 f"epochs is {self.epochs}, but a stream of kind {self.stream.kind!r} has no tasks to repeat; wanted 1"
             )

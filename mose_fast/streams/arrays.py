@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mose_fast.output import readable
 from mose_fast.settings.knob import MASKED, is_masked, plain, whole_number
-from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, StreamConfig, near_matches, shown
+from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, StreamConfig, near_matches, shown
 from mose_fast.streams.kinds import Kind, arrival_order, long_tail
 from mose_fast.streams.stream import (
     CLASS_ORDER,
@@ -239,7 +239,7 @@ def from_arrays(
     split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(first_tasks))
     _refuse_untested(y_test, split, known[order], prefix)
     arrives = None
-    if kind in WITHOUT_BORDERS:
+    if kind in WITHOUT_BOUNDARIES:
         arrives = arrival_order(y_train, first_tasks, settings)
         split = (tuple(range(len(order))),)
         if len(y_train) <= (first_tasks - 1) * batch:

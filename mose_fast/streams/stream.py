@@ -142,25 +142,25 @@ class Stream:
         return len(self.class_order)
 
     @property
-    def borders(self) -> bool:
+    def has_boundaries(self) -> bool:
         """Whether the learner is told where tasks begin and end."""
         return self.order is None
 
     @property
     def no_boundaries(self) -> str:
         """Why the learner meets no boundary between tasks, to end a sentence; may be empty."""
-        if not self.borders:
+        if not self.has_boundaries:
             return f"a stream of kind {self.kind.kind!r} has none"
         return "the stream has one" if len(self.tasks) == 1 else ""
 
     @property
     def parts(self) -> int:
         """Number of parts, after each of which a run evaluates."""
-        return len(self.tasks) if self.borders else self.points
+        return len(self.tasks) if self.has_boundaries else self.points
 
     def task_of(self, part: int) -> int:
         """The task that a part belongs to."""
-        return part if self.borders else 0
+        return part if self.has_boundaries else 0
 
     @property
     def image_size(self) -> tuple[int, int]:
@@ -211,7 +211,7 @@ class Stream:
 
     def count_batches(self, part: int) -> int:
         """How many batches :meth:`batches` gives, without drawing their order."""
-        if not self.borders:
+        if not self.has_boundaries:
             first, last = self._ends(part)
             return last - first
         rows = len(self.train_rows(part))
@@ -226,7 +226,9 @@ class Stream:
         batches = self.count_batches(part) if batches is None else batches
         if self.arrival is not None:
             return sum(map(len, self.arrival[part][:batches]))
-        images = len(self.train_rows(part)) if self.borders else len(self.x_train) - self._ends(part)[0] * self.batch
+        images = (
+            len(self.train_rows(part)) if self.has_boundaries else len(self.x_train) - self._ends(part)[0] * self.batch
+        )
         return min(batches * self.batch, images)
 
     def to(self, device: torch.device) -> Stream:
@@ -252,7 +254,7 @@ class Stream:
         """A line for the user: kind, parts, classes and images."""
         height, width = self.image_size
         kind = "" if self.kind is None or self.kind.kind == "tasks" else f", {self.kind}"
-        split = f"{len(self.tasks)} tasks" if self.borders else f"{self.parts} parts without task boundaries"
+        split = f"{len(self.tasks)} tasks" if self.has_boundaries else f"{self.parts} parts without task boundaries"
         return (
             f"{self.name}{kind}: {split}, {self.classes} classes, {len(self.x_train)} training and "
             f"{len(self.x_test)} {self.split} images of {height}x{width}"
@@ -263,13 +265,13 @@ class Stream:
         train = torch.bincount(self.y_train, minlength=self.classes).tolist()
         test = torch.bincount(self.y_test, minlength=self.classes).tolist()
         wide = max(7, len(self.split))
-        shuffled = f"batches of {self.batch}" + (", shuffled within a task" if self.borders else "")
+        shuffled = f"batches of {self.batch}" + (", shuffled within a task" if self.has_boundaries else "")
         lines = [
             self.summary,
             f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
             + (shuffled if self.arrival is None else "batches as they arrived"),
         ]
-        if not self.borders:
+        if not self.has_boundaries:
             parts = [
                 f"{part:>4} {self.count_images(part):>7} {self.count_batches(part):>7}" for part in range(self.parts)
             ]

@@ -92,7 +92,7 @@ class Loop:
         self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
         self.records |= {"replayed": 0, "retries": 0}
         self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
-        points = None if stream.borders else {"images_seen": [], "classes_seen": []}
+        points = None if stream.has_boundaries else {"images_seen": [], "classes_seen": []}
         self.records["evaluation_points"] = points
         self.table = None if folder is None else AccuracyTable(folder.accuracy)
         self.sample = None
@@ -242,7 +242,7 @@ class Loop:
         last = self.presented.parts - 1
         self.pipeline.ring.synchronise()
         with self._stoppable(stop):
-            if part == last or (part < last and self.presented.borders):
+            if part == last or (part < last and self.presented.has_boundaries):
                 self.learner.end_task()
             if part > last or not self.joint:
                 seen = self.stream.parts - 1 if self.learner.joint_stream else min(part, last)
@@ -253,7 +253,7 @@ class Loop:
                     accuracy = evaluate_learner(self.learner, self.stream, seen, sample=sample)
         if accuracy is not None:
             self._record(accuracy, seen)
-            if not self.stream.borders:
+            if not self.stream.has_boundaries:
                 points = self.records["evaluation_points"]
                 points["images_seen"].append(sum(map(self.presented.count_images, range(min(part, last) + 1))))
                 points["classes_seen"].append(len(self.learner.seen))

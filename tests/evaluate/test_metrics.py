@@ -29,7 +29,7 @@ def test_hand_worked_matrix(name):
     assert getattr(evaluate, name)(HAND) == pytest.approx(EXPECTED[name], abs=1e-12)
 
 
-def test_without_borders_there_is_one_column():
+def test_without_task_boundaries_there_is_one_column():
     """The accuracy on the classes seen after each part; differences of rows are no forgetting."""
     column = [[0.9], [0.5], [0.7]]
     assert evaluate.average_accuracy(column) == 0.7

@@ -11,8 +11,8 @@ from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.streams.draws import draw_order, draw_words
 
-WITHOUT_BORDERS = ("blurry", "si_blurry", "task_free")
-KINDS = ("imbalanced", *WITHOUT_BORDERS)
+WITHOUT_BOUNDARIES = ("blurry", "si_blurry", "task_free")
+KINDS = ("imbalanced", *WITHOUT_BOUNDARIES)
 
 # Purpose words, as docs/streams.md gives them.
 ARRIVAL, RANKS, KEPT, DISJOINT, MOVED, CUTS = (2**63 + 2**61 + n * 2**32 for n in range(6))
@@ -103,10 +103,10 @@ def test_the_limit_comes_before_the_kind(kind):
     assert set(numbers(stream.x_train)) <= set(numbers(stream_of(limit_per_task=40).x_train))
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
-def test_a_stream_without_borders_is_one_task_in_equal_parts(kind):
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
+def test_a_stream_without_task_boundaries_is_one_task_in_equal_parts(kind):
     stream = stream_of(kind=kind, batch=7)  # 320 images in 46 batches, of which the last has 5
-    assert not stream.borders and stream.tasks == (tuple(range(8)),) and stream.parts == 4
+    assert not stream.has_boundaries and stream.tasks == (tuple(range(8)),) and stream.parts == 4
     counts = [len(stream.batches(part, seed=0)) for part in range(4)]
     assert counts == [11, 12, 11, 12] == [stream.count_batches(part) for part in range(4)]
     sizes = [len(rows) for part in range(4) for rows in stream.batches(part, seed=0)]
@@ -118,7 +118,7 @@ def test_a_stream_without_borders_is_one_task_in_equal_parts(kind):
         stream.batches(4, seed=0)
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_the_first_tasks_make_a_smaller_stream_of_the_kind(kind):
     stream = stream_of(kind=kind, first_tasks=2)
     alone = stream_of((40,) * 4, kind=kind, tasks=2)
@@ -130,7 +130,7 @@ def test_the_first_tasks_make_a_smaller_stream_of_the_kind(kind):
 def test_shuffled_into_one_task(kind):
     stream = stream_of(kind=kind, imbalance=4)
     whole = stream.as_one_task()
-    assert whole.borders and whole.parts == 1
+    assert whole.has_boundaries and whole.parts == 1
     assert sorted(arriving(whole).tolist()) == list(range(len(stream.x_train)))
 
 
@@ -141,7 +141,7 @@ def test_tasks_are_what_they_were():
         rows = np.flatnonzero(stream.y_train.numpy() // 4 == task)
         expected = rows[draw_order(len(rows), 5, task * 2**32)]
         assert torch.cat(stream.batches(task, seed=5)).tolist() == expected.tolist()
-    assert stream.borders and stream.kind.kind == "tasks"
+    assert stream.has_boundaries and stream.kind.kind == "tasks"
 
 
 # imbalanced
@@ -238,7 +238,7 @@ def test_images_are_shuffled_within_a_part():
 def test_without_blur_the_classes_come_one_task_after_the_other():
     stream = stream_of(kind="blurry", blur=0)
     assert (parts(stream) == 40 * np.kron(np.eye(4, dtype=int), [1, 1])).all()
-    assert not stream.borders
+    assert not stream.has_boundaries
 
 
 # si_blurry
@@ -355,7 +355,7 @@ def test_unusable_settings_are_named(settings, message):
 
 
 def test_passes_over_the_data_need_tasks():
-    for kind in WITHOUT_BORDERS:
+    for kind in WITHOUT_BOUNDARIES:
         with pytest.raises(ConfigError, match=f"epochs is 2, but a stream of kind '{kind}' has no tasks to repeat"):
             RunConfig.create(stream={"kind": kind}, epochs=2)
         RunConfig.create(stream={"kind": kind}, epochs=2, train_on="final_memory")

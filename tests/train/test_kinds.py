@@ -13,7 +13,7 @@ import torch
 
 from mose_fast.methods import METHODS
 from mose_fast.runs.results import schema, summary
-from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, RunConfig
+from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
 from tests.train.stop_at import StopAt
@@ -71,15 +71,15 @@ class Told(Listener):
 # To a method that runs on them, streams without task boundaries are one task each: it gets one.
 TAKEN = [
     *((method, "imbalanced") for method in METHODS),
-    *zip([method for method in METHODS if method not in NEED_BORDERS], cycle(WITHOUT_BORDERS), strict=False),
-    *product(sorted(NEED_BORDERS), WITHOUT_BORDERS),
+    *zip([method for method in METHODS if method not in NEED_BORDERS], cycle(WITHOUT_BOUNDARIES), strict=False),
+    *product(sorted(NEED_BORDERS), WITHOUT_BOUNDARIES),
 ]
 
 
 @pytest.mark.parametrize(("method", "kind"), TAKEN)
 def test_methods(method, kind, tmp_path):
     """Those that need task boundaries refuse a stream without before a folder exists."""
-    if kind in WITHOUT_BORDERS and method in NEED_BORDERS:
+    if kind in WITHOUT_BOUNDARIES and method in NEED_BORDERS:
         with pytest.raises(ConfigError, match=f"but a stream of kind '{kind}' has none; wanted a stream of several"):
             run(config(kind, method), out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
@@ -92,11 +92,11 @@ def test_methods(method, kind, tmp_path):
     assert all((value is not None) == has_af for value in results["af_paper"]["linear"].values())
 
 
-def test_which_methods_need_borders():
+def test_which_methods_need_task_boundaries():
     assert sorted(NEED_BORDERS) == ["bic", "ccil", "co2l", "il2a", "lucir", "ssil"]
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_the_learner_notices_no_border(kind):
     """One task of all classes, and each image once, in the order of the stream."""
     told = Told()
@@ -109,13 +109,13 @@ def test_the_learner_notices_no_border(kind):
     assert set(told.learner.memory.tasks[: told.learner.memory.filled].tolist()) == {0}
 
 
-def test_a_long_tail_has_its_borders():
+def test_a_long_tail_has_its_task_boundaries():
     told = Told()
     run(config("imbalanced"), listeners=[told])
     assert told.calls == [(what, task) for task in range(5) for what in ("begin", "end")]
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_what_is_measured(kind):
     """After each part, the accuracy on the images of all classes seen; at the end, of all."""
     told = Told()
@@ -164,7 +164,7 @@ def test_resuming_gives_the_same_bits(kind, method, tmp_path):
             assert results[name] == whole[name], (stop, name)
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_accuracy_at_any_time_changes_nothing(kind):
     plain, measured = run(config(kind)), run(config(kind, evaluate_every=2))
     assert plain["weights_sha256"] == measured["weights_sha256"] and plain["accuracy"] == measured["accuracy"]
@@ -174,7 +174,7 @@ def test_accuracy_at_any_time_changes_nothing(kind):
     assert curve["images_seen"] == [14, 28, 42, 49, 56, 63, 70, 80]
 
 
-@pytest.mark.parametrize("kind", WITHOUT_BORDERS)
+@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_training_on_the_final_memory(kind):
     results = run(config(kind, train_on="final_memory", epochs=2))
     assert results["evaluated_after"] == [4] and results["steps"] == 2 * 3
@@ -182,7 +182,7 @@ def test_training_on_the_final_memory(kind):
     assert results["average_anytime_accuracy"]["linear"]["1"] is None
 
 
-def test_options_that_need_borders_warn():
+def test_options_that_need_task_boundaries_warn():
     with pytest.warns(UserWarning, match="options.first_task of method 'mose' is 'joint'.*kind 'task_free' has none"):
         run(config("task_free", "mose"))
 

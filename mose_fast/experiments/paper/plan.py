@@ -14,7 +14,7 @@ from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
 from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.learner.named_settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
 from mose_fast.settings.knob import as_text, plain
-from mose_fast.settings.run import WITHOUT_BORDERS, ConfigError, RunConfig, method_settings, near_matches
+from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig, method_settings, near_matches
 
 __all__ = ["Plan", "all_plans", "data_sets", "departure_lines", "methods_of", "settings_key", "state_lines", "stem_of"]
 
@@ -61,7 +61,7 @@ class Plan:
                 f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
                 " wanted 'test'"
             )
-        if changes.get("stream.kind") in WITHOUT_BORDERS:
+        if changes.get("stream.kind") in WITHOUT_BOUNDARIES:
             raise ConfigError(
                 f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
                 " a kind with task boundaries"
