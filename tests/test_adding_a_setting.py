@@ -96,6 +96,7 @@ def test_each_change_touches_at_most_three_files():
         assert all((ROOT / name).is_file() for name in files(diff))
 
 
+@pytest.mark.slow
 def test_a_new_value(changed):
     said = changed(DIFFS[0], "precision", "fp16", "fp32", "fp8")
     assert "| fp16 (without loss scaling) [auto]" in said["help"]
@@ -107,6 +108,7 @@ def test_a_new_value(changed):
     assert (said["run"], said["became"]) == ("fp16", "fp16")
 
 
+@pytest.mark.slow
 def test_a_new_setting(changed):
     said = changed(DIFFS[1], "threads", 2, 1, 0)
     assert "--threads N threads of the CPU [as PyTorch chooses]" in said["help"]

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = RunConfig.create(width=1, memory=80, device="cpu", options={"buffer_batch": 6, "new_extra": 2})
 
 
+@pytest.mark.slow
 def test_the_step_by_itself_is_measured():
     named = []
     report = benchmark(SMALL, classes=4, seconds=0.1, only="plain PyTorch, eager", watch=named.append)
@@ -39,6 +40,7 @@ def test_the_step_by_itself_is_measured():
     assert report.evaluation is None
 
 
+@pytest.mark.slow
 def test_the_loop_is_measured_by_feed():
     report = benchmark(SMALL, classes=4, seconds=0.3, only="loop: plain")
     (row,) = report.rows
@@ -89,6 +91,7 @@ def broken(*arguments):
     raise ValueError("an illegal memory access\nand more")
 
 
+@pytest.mark.slow
 def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
     works = Variant("works", {"kernels": "torch", "feed": "torch", "step": "eager"})
     breaks = Variant("breaks", {**works.settings, "feed": "fused"})
@@ -112,6 +115,7 @@ def test_a_variant_that_fails_takes_no_other_row_with_it(monkeypatch):
     assert "failed: ValueError" in report.text() and "failed: ValueError" in report.table()
 
 
+@pytest.mark.slow
 def test_the_command_tells_why_a_variant_failed(capsys, monkeypatch):
     monkeypatch.setattr(benchmark_module, "create_learner", failing_learner(benchmark_module.create_learner))
     monkeypatch.setattr(

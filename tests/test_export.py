@@ -113,6 +113,7 @@ def test_distances_and_labels_are_those_of_the_trained_learner(finished, exporte
     torch.testing.assert_close(found.margin.double(), two[:, 1] - two[:, 0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "head"),
     [
@@ -202,6 +203,7 @@ def _onnx_program(folder):
     return lambda images: map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "load"), [("torch", _torch_program), ("onnx", _onnx_program)])
 def test_programs_give_the_same_for_any_number_of_images(finished, tmp_path, name, load):
     if name == "onnx":

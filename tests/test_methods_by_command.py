@@ -29,6 +29,7 @@ def settings(two_tasks_of_six):
     return two_tasks_of_six
 
 
+@pytest.mark.slow
 def test_a_sweep_and_its_report(settings, tmp_path, monkeypatch):
     out = tmp_path / "sweep"
     # One worker would give its run a thread for each core, and other tests share them.
@@ -63,6 +64,7 @@ def kill(arguments, last):
     assert process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_killed_before_and_after_the_end_of_a_task_and_exported(name, settings, tmp_path):
     """The first kill comes in the last batch of the first task, the second after its end."""

@@ -285,6 +285,7 @@ def test_a_study_takes_them(capture, tmp_path):
             tuning.tune(**{**arguments, "trials": trials}, out=tmp_path)
 
 
+@pytest.mark.slow
 def test_folders_may_be_texts_or_paths(tmp_path):
     settings = {"stream": {"name": "digits", "limit_per_task": 20}, "width": 1, "memory": 64, "device": "cpu"}
     settings |= {"method": "er", "checkpoint_every": 3}

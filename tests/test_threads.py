@@ -143,6 +143,7 @@ def test_how_threads_wait_is_the_users_where_it_is_set(given, settled, monkeypat
     assert environment == settled
 
 
+@pytest.mark.slow
 def test_doctor_says_that_torch_came_first():
     program = "import torch, mose_fast; from mose_fast.app.doctor import _torch; print(_torch().found)"
     command = [sys.executable, "-c", program]

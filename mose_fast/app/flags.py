@@ -189,7 +189,12 @@ def changes_of(
 ) -> dict[str, Any]:
     """What flags and ``--set`` change, by dotted name, of ``methods`` or the one that is run."""
     given = vars(arguments)
-    changes = {name: setting.check(given[name]) for name, setting in FLAGS.items() if name in given}
+    # Numbers are checked here, before a method is asked for, which needs torch; names have hints.
+    changes = {
+        name: setting.check(given[name]) if setting.type in ("int", "float") else given[name]
+        for name, setting in FLAGS.items()
+        if name in given
+    }
     assigned = [assignment(text, "--set") for text in given.get("set", [])]
     method = dict(assigned).get("method", changes.get("method", base.method if base else RunConfig.method))
     known = {name: setting for one in methods or [method] for name, setting in all_settings(one).items()}

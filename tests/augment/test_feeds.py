@@ -71,6 +71,7 @@ def worst(ours: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((ours.double() - wanted).abs() / (1 + wanted.abs())).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", FEEDS)
 @pytest.mark.parametrize("mirror", [True, False])
 @pytest.mark.parametrize("inner", [1, 2, 4])
@@ -383,6 +384,7 @@ def train(method: str, feed: str, recipe: str, steps: int = 4) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", ["torch", pytest.param("dali", marks=needs_dali)])
 @pytest.mark.parametrize(
     ("method", "recipe"),

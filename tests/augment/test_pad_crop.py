@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image, ImageEnhance
 from scipy import stats
@@ -64,6 +65,7 @@ def test_the_same_step_gives_the_same_crops():
     assert not torch.equal(pad_crop(images, 1, 2, mirror=True), pad_crop(images, 2, 2, mirror=True))
 
 
+@pytest.mark.slow
 def test_permutations_are_uniform():
     drawn = np.array([permutation(5, step, 4, Purpose.REVIEW).tolist() for step in range(6000)])
     assert (np.sort(drawn, axis=1) == np.arange(4)).all()

@@ -296,6 +296,7 @@ def test_the_plan_of_this_tree_fits_two_calls(machine):
         assert output.index("a later visit") < (output + "call 3").index("call 3")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
 def test_every_step_works_on_a_stand_in_card(tmp_path):
     """The real modules on the CPU at small sizes, one step failing."""

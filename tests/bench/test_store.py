@@ -33,6 +33,7 @@ def make_row(**changes: str) -> dict[str, str]:
     return {**row, "commit": "abc", "date": "2026-01-02", **changes}
 
 
+@pytest.mark.slow
 def test_a_run_of_the_benchmarks_ends_in_the_store(tmp_path):
     written = tmp_path / "bench.json"
     chosen = ["bench/bench_null.py", "-k", "reference and 40", "--devices=cpu", "--compiled=off"]

@@ -428,6 +428,7 @@ def test_diverged_training_is_said(refused_run, tmp_path):
     refused_run("--set", "lr=1e30", says=("the loss is not finite at batch", "lower options.lr"), out=tmp_path / "kept")
 
 
+@pytest.mark.slow
 def test_unexpected_error_keeps_its_traceback(tiny, tmp_path):
     code = (
         "import sys, mose_fast.train as t, mose_fast.app.cli as c\n"

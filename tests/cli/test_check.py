@@ -91,6 +91,7 @@ def check(call, tmp_path, request):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "rule", "said"),
     [
@@ -114,6 +115,7 @@ def test_a_method_that_plans_batch_by_batch_may_ask_for_values(check):
     assert check("    planning = Planning.BATCH_BY_BATCH\n" + WAITS) == (0, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "derpp", "mose", "mir"])
 def test_methods_of_the_package_keep_all_rules(call, name):
     code, out, _ = call("check", name)

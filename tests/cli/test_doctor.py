@@ -102,6 +102,7 @@ def test_missing_package_makes_a_run_impossible(call, monkeypatch):
     assert out.splitlines()[-1] == "No run is possible until this is fixed: packages"
 
 
+@pytest.mark.slow
 def test_doctor_works_where_a_package_is_missing():
     # None in sys.modules makes an import fail as a package that is not installed does.
     code = (
@@ -208,6 +209,7 @@ def test_native_library(monkeypatch):
     assert doctor._native().fix == f"only for tests; {_loader.REBUILD}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switched_off", [True, False])
 def test_missing_native_library_says_why(tmp_path, switched_off):
     environment = {**os.environ, "MOSE_FAST_NATIVE": "0" if switched_off else str(tmp_path)}

@@ -204,6 +204,7 @@ def damaged(rng, raw):
     return bytes(flipped)
 
 
+@pytest.mark.slow
 def test_flags(house, case):
     used = ["--out", house / "finished", "--overwrite"]
 
@@ -315,6 +316,7 @@ def test_data_files(house, case, tmp_path):
     check("data", 70, make, case, least=40)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_other_files_of_a_folder(house, case, tmp_path):
     def make(rng, number):
         of = rng.choice(("unfinished", "unfinished", "finished", "export"))

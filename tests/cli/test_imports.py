@@ -24,6 +24,7 @@ print("imported:", *(name for name in {_HEAVY} if name in sys.modules))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

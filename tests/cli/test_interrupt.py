@@ -33,6 +33,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("signals_act")
 @pytest.mark.parametrize(
     ("number", "says"),

@@ -72,6 +72,7 @@ def arguments(data, out):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 @pytest.mark.parametrize("make", STREAMS)
 def test_a_run_ends_with_its_results(data, tmp_path, monkeypatch, capsys, name, make):
@@ -128,6 +129,7 @@ def test_a_disk_that_has_room_again_is_written_again():
     assert guarded.failure.errno == 28
 
 
+@pytest.mark.slow
 def test_closed_descriptors_are_not_handed_to_files(data, tmp_path):
     """What a library prints would go into the file that got the number."""
     program = (

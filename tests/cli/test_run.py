@@ -49,6 +49,7 @@ def test_run_writes_the_folder_and_says_what_happens(call, tiny, tmp_path):
     assert max(map(len, out.replace(str(folder), "").splitlines())) <= 110
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "feed", "line"),
     [
@@ -77,6 +78,7 @@ def test_written_configuration_repeats_the_run(call, finished, tmp_path):
     assert first["weights_sha256"] == again["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_default_folder_and_module(tmp_path, tiny):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mose_fast", "run", *tiny, "--seed", "3", "--preset", "paper"]

@@ -84,10 +84,12 @@ def test_arithmetic_does_not_depend_on_flags(program, fused):
     assert run(fused, "exponential") == run(program, "exponential")
 
 
+@pytest.mark.slow
 def test_ten_million_views_do_not_depend_on_flags(fused, wanted_views):
     assert run(fused, "views", SEED, VIEWS, 32, 32).decode().strip() == wanted_views
 
 
+@pytest.mark.slow
 def test_ten_million_views_are_equal_under_nvcc(compiled, wanted_views):
     program = compiled(SOURCE, "-O2", "-x", "cu", compiler="nvcc")
     assert run(program, "views", SEED, VIEWS, 32, 32).decode().strip() == wanted_views

@@ -112,6 +112,7 @@ def test_every_kernel_has_cases():
     assert {Path(name).stem for name in read_sources(CSRC)["MOSE_FAST_CUDA_SOURCES"]} == set(STEMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.parametrize("stem", STEMS)
 def test_cases_hold(program, stem, sanitizer):
@@ -123,6 +124,7 @@ def test_cases_hold(program, stem, sanitizer):
     assert lines[-1] == f"0 of {cases} cases failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", STEMS)
 def test_every_missing_barrier_is_caught(program, stem):
     """Both by the schedules and by ThreadSanitizer; the cases named small_...

@@ -12,6 +12,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not on PATH")
 def test_a_launch_between_request_and_launch_of_another_takes_no_memory_away(tmp_path):
     program = tmp_path / "shared_limit"

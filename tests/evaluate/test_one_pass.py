@@ -107,6 +107,7 @@ def slow_accuracy(learner, images, labels, tasks, seen):
     return accuracy, confusion, by_class
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seen", "classifier"), [(0, "ncm"), (2, "ncm"), (2, "linear")])
 def test_equals_a_loop_over_single_images(stream, seen, classifier):
     learner = trained(stream, tasks=seen + 1, options={"buffer_batch": 8, "classifier": classifier})
@@ -129,6 +130,7 @@ def test_equals_a_loop_over_single_images(stream, seen, classifier):
     assert len({tuple(row) for row in test["ncm"].values()}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluation_batch", [1, 13, 65, 1000])
 def test_batch_size_does_not_matter(stream, evaluation_batch):
     """66 test images: 13 leaves a last batch of one image, and so does 65."""

@@ -36,6 +36,7 @@ def everything(optimiser):
     ]
 
 
+@pytest.mark.slow
 def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
     network, optimiser = make(shadow_dtype=None)
     on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None)

@@ -77,6 +77,7 @@ def largest(x):
     return x.double().abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*STEP, *OTHERS], ids=str)
 def test_error_is_at_most_twice_that_of_pytorch(card, shape, dtype):
@@ -91,6 +92,7 @@ def test_frozen(dtype):
         check(problem_of(shape, dtype, training=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", STEP, ids=str)
 def test_two_runs_agree_bit_for_bit(card, shape):
     problem = problem_of(replace(shape, images=card.few(shape.images)), torch.bfloat16)
@@ -99,6 +101,7 @@ def test_two_runs_agree_bit_for_bit(card, shape):
         assert all(torch.equal(a, b) for a, b in zip(results(problem, align_conv), first, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_padding_is_never_read(shape, dtype):

@@ -53,6 +53,7 @@ def low_precision_composite(projections, logits, features, student, labels, new,
         reference._at_least_float32 = kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 5), (40, 100), (383, 100), (384, 200), (1024, 100)])
 @pytest.mark.parametrize("distillation", ["rsd", "sd"])
@@ -82,6 +83,7 @@ def test_equal_to_the_cpu(card, dtype):
         torch.testing.assert_close(card.cpu(), cpu, rtol=tolerance, atol=tolerance * cpu.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 20, 128, 200, 513])
 def test_any_size_of_projections(size):
     inputs, labels, mask = make(rows=70, size=size)
@@ -143,6 +145,7 @@ def test_launches_and_memory():
     assert torch.cuda.max_memory_allocated() - before <= 2**20
 
 
+@pytest.mark.slow
 def test_a_wrong_label_makes_its_term_nan():
     inputs, labels, mask = make()
     for row, label in ((200, 100), (5, 50), (200, -1)):  # no class; a new row's outside the mask; no class

@@ -37,6 +37,7 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(ours.cpu(), wanted.cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("inner", [1, 2, 4])
 @pytest.mark.parametrize("recipe", ["none", "ocm", "simclr", "gsa"])

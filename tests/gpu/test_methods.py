@@ -88,6 +88,7 @@ def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.state()[0].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
     """From equal states: losses, what the memory holds, moments and running statistics.
@@ -162,6 +163,7 @@ class Stop(Listener):
             raise RuntimeError("broken off")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_ends_with_the_same_bits(precision, tmp_path):
     random = np.random.default_rng(0)

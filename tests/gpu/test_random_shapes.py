@@ -660,6 +660,7 @@ OPS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", RUNS)
 @pytest.mark.parametrize("case", OPS, ids=lambda case: case.__name__.removesuffix("_case"))
 def test_random_shapes(case, numbers):

@@ -76,6 +76,7 @@ def convolutions(x, norm, valid, weights):
     return align_conv(first.y, depthwise, pointwise, another(norm), prologue=first.state, valid_rows=valid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("valid", ["all", "int", "tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", [activation, two_norms, residual, with_prologue, pool, last_pool, convolutions])
@@ -181,6 +182,7 @@ NAMES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
 @pytest.mark.parametrize("valid", ["all", "tensor"])
 @pytest.mark.parametrize("name", NAMES)

@@ -231,6 +231,7 @@ def test_any_student(outputs, student):
     assert [e for e in range(4) if terms[e, 2] == 0] == [student]
 
 
+@pytest.mark.slow
 def test_gradcheck_of_the_whole(outputs):
     projections, logits, features, student, labels, new, mask = outputs
     for distillation in ("rsd", "sd"):

@@ -83,6 +83,7 @@ def test_two_items_challenge_two_slots_as_two_successive_weighted_draws_would():
     assert torch.allclose(taken, wanted, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("item", "slot"), [(0.0, 0.5), (0.5, 0.0), (-0.6, 0.2), (1.0, 1.0)])
 def test_an_item_wins_in_proportion_to_the_slots_score(item, slot):
     _, won = frequencies([slot, slot], [item])

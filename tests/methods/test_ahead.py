@@ -51,6 +51,7 @@ def same(a, b) -> bool:
     return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
+@pytest.mark.slow
 @with_options
 def test_plans_made_ahead_are_those_made_in_step(make, stream, options):
     """Rows, labels, composition, mask and what decides the views, for every number of batches
@@ -77,6 +78,7 @@ def test_plans_made_ahead_are_those_made_in_step(make, stream, options):
     assert torch.equal(learner.memory.indices, lockstep.memory.indices)
 
 
+@pytest.mark.slow
 @with_options
 def test_a_plan_needs_no_model(make, stream, options):
     learner, blind = make("mose", options=options), make("mose", options=options)
@@ -111,6 +113,7 @@ def test_a_plan_that_looks_at_the_model_is_refused(make, stream, function, look)
     assert learner.observe(*stream[1])["loss"].isfinite()
 
 
+@pytest.mark.slow
 @with_options
 def test_preparing_ahead_and_consuming_equals_observing(make, stream, options):
     observing, ahead = make("mose", options=options), make("mose", options=options)
@@ -125,6 +128,7 @@ def test_preparing_ahead_and_consuming_equals_observing(make, stream, options):
     assert found == losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "iterations"), [(name, n) for name in sorted(METHODS) for n in (1, 2) if (name, n) != ("gdumb", 2)]
 )
@@ -143,6 +147,7 @@ def test_preparing_and_consuming_equals_observing_for_every_method(make, stream,
         assert apart.steps == iterations * (5 - skipped) + 1 and apart.memory.seen == 43
 
 
+@pytest.mark.slow
 @with_options
 def test_what_was_planned_can_be_undone(make, stream, options):
     learner = make("mose", options=options)
@@ -187,6 +192,7 @@ def test_a_bad_batch_leaves_no_trace_ahead(make, stream):
 # A loss that is not finite
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernels"), [("mose", "fused"), *((name, "torch") for name in sorted(set(METHODS) - {"gdumb"}))]
 )
@@ -335,6 +341,7 @@ def in_float64(learner, inputs) -> tuple[torch.Tensor, dict, dict]:
     return terms.detach(), {name: p.grad for name, p in network.named_parameters()}, dict(network.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"distillation": "sd"}, {"rsd_reduction": "mean_of_norms", "separate_cross_entropy": False}],

@@ -153,6 +153,7 @@ def test_a_preset_for_another_protocol_warns(stream, changes, says):
         run(settings("er", **changes), listeners=[AtOnce()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "switch", "value"),
     [(name, *key) for name in NAMES if not METHODS[name].needs_boundaries for key in METHODS[name].without_boundaries],
@@ -270,6 +271,7 @@ def test_a_memory_too_small_names_the_least_size(name):
 REPLAYING = tuple(name for name in NAMES if issubclass(METHOD_SETTINGS[name].options, ReplayOptions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLAYING)
 def test_the_review_goes_once_through_the_memory(name, make, teach):
     reviewed, plain = (
@@ -287,6 +289,7 @@ def has_a_policy_of_its_own(name: str) -> bool:
     return setting is None or "reservoir" not in setting.choices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if not has_a_policy_of_its_own(name)])
 def test_a_balanced_memory(name, make, teach, batch):
     """A class that comes once has its share; a memory of another policy loses most of it."""
@@ -305,6 +308,7 @@ def test_methods_with_a_policy_of_their_own_refuse_another(name):
 # The learner by itself
 
 
+@pytest.mark.slow
 @every
 def test_weights_depend_on_the_seed_alone_and_nothing_touches_the_global_generator(name, make, teach):
     torch.manual_seed(1)
@@ -315,6 +319,7 @@ def test_weights_depend_on_the_seed_alone_and_nothing_touches_the_global_generat
     assert teach(make(name, seed=5)).weights_hash() == first != teach(make(name, seed=6)).weights_hash()
 
 
+@pytest.mark.slow
 @every
 def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
     def start(**seeds):
@@ -331,6 +336,7 @@ def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
     assert learner.weights_hash() != others.weights_hash()
 
 
+@pytest.mark.slow
 @every
 def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
     learner, copy = teach(make(name, seed=1)), make(name, seed=1)
@@ -344,6 +350,7 @@ def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
     assert bits(copy) == bits(learner)
 
 
+@pytest.mark.slow
 @every
 def test_predictions(name, make, teach, batch):
     learner = teach(make(name))
@@ -359,6 +366,7 @@ def test_predictions(name, make, teach, batch):
     assert bits(learner) == before
 
 
+@pytest.mark.slow
 @every
 def test_a_memory_smaller_than_the_batch(name, make, teach, batch):
     learner = teach(make(name, memory=4))
@@ -367,6 +375,7 @@ def test_a_memory_smaller_than_the_batch(name, make, teach, batch):
     assert learner.predict(batch([0, 1, 2, 3])[0]).shape == (4,)
 
 
+@pytest.mark.slow
 @every
 def test_one_class_only(name, make, batch):
     learner = make(name, classes=2)
@@ -377,6 +386,7 @@ def test_one_class_only(name, make, batch):
     assert learner.predict(batch([1])[0], "ncm").tolist() == [1]
 
 
+@pytest.mark.slow
 @every
 def test_a_class_that_vanished_from_memory(name, make, teach, batch):
     learner = teach(make(name))
@@ -401,6 +411,7 @@ def test_batches_of_a_single_image(name, make, batch):
     assert learner.memory.seen == 4 and all(t.isfinite().all() for t in learner.model.state().values())
 
 
+@pytest.mark.slow
 @every
 def test_fifty_steps_in_bf16_stay_finite(name, make, batch):
     learner = make(name, precision="bf16")
@@ -412,6 +423,7 @@ def test_fifty_steps_in_bf16_stay_finite(name, make, batch):
     assert all(p.dtype == torch.float32 for p in learner.network.parameters())
 
 
+@pytest.mark.slow
 @every
 def test_losses_have_no_side_effect(name, make, teach, batch):
     """Computed twice from the same outputs, they are the same numbers, and nothing has changed."""
@@ -459,6 +471,7 @@ class Interrupt(Listener):
             raise RuntimeError("broken off")
 
 
+@pytest.mark.slow
 @every
 def test_a_run_and_its_resumption(name, stream, tmp_path):
     config = settings(name, checkpoint_every=2)
@@ -473,6 +486,7 @@ def test_a_run_and_its_resumption(name, stream, tmp_path):
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mose", "derpp", "mir", "gss"])
 def test_a_run_with_the_switches_of_all_methods_and_its_resumption(name, stream, tmp_path):
     """Two steps a batch, a review at the end of a task, and a balanced memory."""
@@ -487,6 +501,7 @@ def test_a_run_with_the_switches_of_all_methods_and_its_resumption(name, stream,
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["steps"] == whole["steps"]
 
 
+@pytest.mark.slow
 @every
 def test_training_on_the_final_memory(name, stream):
     results = run(settings(name, train_on="final_memory", epochs=2), stream=stream)

@@ -181,6 +181,7 @@ class BicTwin(Twin):
         return (1 - share) * loss - share * (q * p.log()).sum(1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize(("method", "kind"), [("ccil", CcilTwin), ("bic", BicTwin)])
 def test_two_hundred_steps_give_the_weights_of_a_plain_trainer(method, kind, kernels, make, batch, monkeypatch):

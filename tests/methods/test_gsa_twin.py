@@ -63,6 +63,7 @@ class Trainer:
         self.adam.step()
 
 
+@pytest.mark.slow
 def test_two_hundred_steps_give_the_weights_of_an_independent_trainer(make, batch):
     """The learner runs in float64 too, so that rounding stays small in all these steps. There is no
     weight decay, which moves the rows of classes that have not come.

@@ -11,6 +11,7 @@ from mose_fast.settings.run import RunConfig
 EXEMPLARS = [name for name, learner in METHODS.items() if issubclass(learner, ExemplarLearner)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task_images", ["beside", "within"])
 @pytest.mark.parametrize("method", EXEMPLARS)
 def test_no_more_images_are_kept_than_is_said(method, task_images, make, teach):

@@ -50,6 +50,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @every
 def test_a_state_can_be_saved_by_anybody_and_shares_nothing_with_the_learner(name, make, teach, tmp_path):
     learner = teach(make(name, kernels="fused"), steps=2)
@@ -64,6 +65,7 @@ def test_a_state_can_be_saved_by_anybody_and_shares_nothing_with_the_learner(nam
     assert same(tensors, before[0]) and json.dumps(values) == before[1]
 
 
+@pytest.mark.slow
 @every
 def test_every_method_keeps_all_that_it_holds(name, make, teach, batch):
     learner = make(name, options={"passes": 1, "passes_before": 1} if name == "gdumb" else {})

@@ -51,6 +51,7 @@ def apart(found, wanted) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 @every
 def test_a_course_is_the_same(method, make, batch):
     """Losses, what the memory holds, running statistics and outputs, through every decision that a
@@ -73,6 +74,7 @@ def test_a_course_is_the_same(method, make, batch):
     assert apart(fused.outputs(x), plain.outputs(x)) < 5e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @every
 def test_only_a_step_changes_the_network(method, kernels, make, batch):
@@ -122,6 +124,7 @@ def test_bf16_trains_on_shadows_of_the_weights(make, batch):
     assert "stem.conv.weight" in moved and "projection1.bias" in moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("first", "second"), [("torch", "fused"), ("fused", "torch"), ("fused", "fused")])
 def test_a_state_continues_with_other_kernels(first, second, precision, make, batch):
@@ -166,6 +169,7 @@ def test_costs_do_not_depend_on_the_kernels(make):
     assert fused.network.kernels == "fused"
 
 
+@pytest.mark.slow
 def test_fused_training_converges_like_pytorchs_own():
     """80 steps on small digits: where the losses end is as good as the same, beside the spread of
     three seeds.

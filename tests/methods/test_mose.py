@@ -60,6 +60,7 @@ def test_composition_equals_the_released_codes_trace():
         assert [*rows, images, len(mose.data.current), len(mose.seen)] == expected[2:]
 
 
+@pytest.mark.slow
 def test_composition_on_split_cifar100(real_data):
     stream = create(StreamConfig("split-cifar100", data_dir=str(real_data("cifar100"))))
     mose = learner(100, size=32, memory=5000)
@@ -151,6 +152,7 @@ def test_a_last_batch_smaller_than_the_copies():
 # Training
 
 
+@pytest.mark.slow
 def test_observing_teaches():
     """Four classes told apart by brightness, two tasks: far above chance, without the loop, by
     every classifier's default.
@@ -164,6 +166,7 @@ def test_observing_teaches():
     assert set(mose.predict(x, "linear", "mean").tolist()) <= {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,6 +24,7 @@ def moments(learner) -> list[torch.Tensor]:
     return [tensor for state in learner.model.optimiser.state.values() for tensor in state.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("method", MASKED)
 def test_a_class_starts_with_untrained_rows_and_without_moments(method, kernels, make, batch):

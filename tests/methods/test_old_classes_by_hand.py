@@ -122,6 +122,7 @@ def start_anew(step: Step, first: torch.nn.Module, new: list[int]) -> None:
             now.data[new] = untrained.data[new]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"passes": "separate", "current_classes": "task", "replay_loss": "one_mean"}])
 def test_ssil(make, teach, batch, options):
     """Separated cross-entropies, and a divergence within each old task."""

@@ -66,6 +66,7 @@ def mean(method: str) -> float:
 
 
 # One seed for each method, in turn: what moves a method's accuracy moves it with every seed.
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "seed"), zip(METHODS, cycle(SEEDS), strict=False))
 def test_accuracies_are_the_stored_ones(method, seed):
     own, beside = measured(method, seed)

@@ -50,6 +50,7 @@ def go_on(learner, teach, batch) -> list[int]:
     return learner.predict(batch([0, 1, 2, 3, 4, 5], seed=9)[0]).tolist()
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("how", ["file", "pickle", "copy"])
 def test_it_continues_bit_for_bit_in_the_middle_of_a_task(name, how, make, teach, batch, tmp_path):
@@ -81,6 +82,7 @@ for name in json.load(open(f"{folder}/names.json")):
 """
 
 
+@pytest.mark.slow
 def test_it_continues_bit_for_bit_in_a_new_process(make, teach, tmp_path):
     own = tmp_path / "own.py"
     text = 'from mose_fast.methods import *\n@method("mine", options=BaselineOptions, presets={"table": Preset("")},'

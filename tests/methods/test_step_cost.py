@@ -66,6 +66,7 @@ def flops_of_er() -> int:
     return flops("er")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in VARYING])
 def test_operations_relative_to_er_are_those_of_the_list(flops_of_er, name):
     """docs/specification/baselines.md section 0.1 counts images through the network; heads and
@@ -75,6 +76,7 @@ def test_operations_relative_to_er_are_those_of_the_list(flops_of_er, name):
     assert METHODS[name].about.cost / 1.3 < measured < METHODS[name].about.cost * 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in VARYING])
 def test_a_step_does_not_grow_with_the_run(name):
     learner = in_second_task(name, 8, 1)

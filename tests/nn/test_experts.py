@@ -187,6 +187,7 @@ def test_class_means_refuse_labels_beyond_the_classes_and_an_empty_memory():
         empty.predict(torch.rand(1, 2, 4))
 
 
+@pytest.mark.slow
 def test_small_networks_survive_odd_batches_on_several_threads():
     """torch 2.14.1 crashes here with its own strided 1x1 convolution (heap corruption), so the
     check runs in a process of its own.

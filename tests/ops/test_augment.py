@@ -61,6 +61,7 @@ def truth(step: dict[str, object], jitter_normalised: bool = False, channels: in
     return reference.augment(**step, jitter_normalised=jitter_normalised, dtype=torch.float64, channels=channels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitter_normalised", [False, True])
 @pytest.mark.parametrize("recipe", ["scr", "ocm", "simclr", "gsa"])
 @pytest.mark.parametrize(

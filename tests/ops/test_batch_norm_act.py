@@ -401,6 +401,7 @@ def test_a_second_derivative_is_refused_by_the_kernels(path):
             grad.square().sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
 @pytest.mark.parametrize("form", [*FORMS, "prologue", "padding"])
 def test_gradcheck(form, training):

@@ -102,6 +102,7 @@ def test_batches_do_not_change_what_is_kept(back_end):
     assert sorted(kept[0][3].tolist()) != list(range(23))
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("slots", [1, 2, 13, 100, 5000])
 @pytest.mark.parametrize("count", [1, 10, 33, 64])

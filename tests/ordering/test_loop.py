@@ -111,6 +111,7 @@ def a_ring_alone(feed: str = "fused") -> str:
     return learner.model.weights_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "feed", "done"), [("captured", "fused", 0.1), ("eager", "torch", 0.6), ("captured", "dali", 0.3)]
 )
@@ -135,6 +136,7 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
     assert (card.replays > 4) == (step == "captured")
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("feed", ["fused", "dali"])
 def test_training_on_the_final_memory_is_ordered(feed):
@@ -144,6 +146,7 @@ def test_training_on_the_final_memory_is_ordered(feed):
     assert results["steps"] == 2 * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed", ["fused", "dali"])
 def test_a_ring_alone_is_ordered(feed):
     with Card() as card:
@@ -152,6 +155,7 @@ def test_a_ring_alone_is_ordered(feed):
     assert card.replays > 2
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_branches_on_streams_of_their_own_change_no_weight(monkeypatch):
     hashes, streams = set(), []
@@ -164,6 +168,7 @@ def test_branches_on_streams_of_their_own_change_no_weight(monkeypatch):
     assert streams[0] == streams[1] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("steps_wait")
 def test_a_capture_that_fails_leaves_order():
     with (
@@ -182,6 +187,7 @@ class Breaks(Listener):
             Card.current.will_wait("a thread of another library")
 
 
+@pytest.mark.slow
 def test_a_capture_that_is_broken_once_is_tried_again():
     """By a thread of another library, which waits for the GPU at the worst time."""
     found = []
@@ -230,6 +236,7 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORGOTTEN)
 def test_a_loop_that_forgets_to_wait_is_reported(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(*FORGOTTEN[kind])

@@ -116,17 +116,20 @@ def expect_equal_steps(
         assert found == (None if wanted is None else pytest.approx(wanted, rel=2e-2, abs=1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kernels"), PAIRS)
 def test_captured_steps_are_the_eager_ones(name, kernels, tmp_path, monkeypatch):
     expect_equal_steps({"name": name, "kernels": kernels}, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
     """A momentum teacher, which steps write, and counts, which plans write."""
     with entered():
         expect_equal_steps({"name": "ema"}, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -143,6 +146,7 @@ def test_switches_that_steps_depend_on(config, tmp_path, monkeypatch):
     expect_equal_steps(config, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "mose"])
 def test_the_switches_of_all_methods(name, tmp_path, monkeypatch):
     """Two steps a batch, a review at the end of a task, a memory that is balanced over the
@@ -153,6 +157,7 @@ def test_the_switches_of_all_methods(name, tmp_path, monkeypatch):
     expect_equal_steps(config, tmp_path, monkeypatch, 21)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "derpp"])
 def test_training_on_the_final_memory_is_captured(name):
     with Card(done=0.3) as card:
@@ -178,6 +183,7 @@ def reads_what_changes(learner: Er, outputs: Any, rows: Any) -> dict[str, torch.
     return {name: term * (1 + learner.steps) for name, term in terms.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [asks_for_a_value, indexes_by_a_mask])
 def test_a_step_that_waits_for_the_card_is_reported(fault, monkeypatch):
     monkeypatch.setattr(Er, "losses", fault)
@@ -186,6 +192,7 @@ def test_a_step_that_waits_for_the_card_is_reported(fault, monkeypatch):
     assert card.replays == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_reads_what_changes_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(Er, "losses", reads_what_changes)
     with pytest.raises(AssertionError):

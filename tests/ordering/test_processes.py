@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_card_finish(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "python", lambda module, *more: processes.python("tests.ordering.worker", *more))
     folder = SweepFolder(tmp_path / "s")
@@ -51,6 +52,7 @@ def test_two_processes_of_one_card_finish(tmp_path, monkeypatch):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_second_thread_makes_no_run_on_the_card():
     class Runs(Listener):
         def on_batch(self, batch, losses):

@@ -33,6 +33,7 @@ def rows_of_captured_steps() -> list:
     return rows
 
 
+@pytest.mark.slow
 def test_a_clean_capture_passes():
     with Card() as card:
         rows = list(self_check.captured_rows("cuda", small=True))
@@ -40,6 +41,7 @@ def test_a_clean_capture_passes():
     assert all(row.passed and row.error == 0 for row in rows) and card.replays == self_check.STEPS - 1
 
 
+@pytest.mark.slow
 def test_a_replay_of_old_inputs_is_found(monkeypatch):
     monkeypatch.setattr(captured_module, "copied_into", lambda static, inputs: None)
     rows = rows_of_captured_steps()
@@ -47,6 +49,7 @@ def test_a_replay_of_old_inputs_is_found(monkeypatch):
     assert set(switched_off(rows)) == {"captured"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no CUDA graph of a step could be captured")
 @pytest.mark.usefixtures("steps_wait")
 def test_a_capture_that_fails_is_found():
@@ -54,6 +57,7 @@ def test_a_capture_that_fails_is_found():
     assert not row.passed and "no graph could be captured: CUDA error: operation not permitted" in row.said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no CUDA graph of a step could be captured")
 def test_an_op_that_is_off_and_waits_for_the_card_takes_captured_steps_along():
     """PyTorch's form of the losses reads the counts of rows on the host."""
@@ -63,6 +67,7 @@ def test_an_op_that_is_off_and_waits_for_the_card_takes_captured_steps_along():
     assert not row.passed and "no graph" in row.said
 
 
+@pytest.mark.slow
 def test_steps_are_captured_beside_other_ops_that_are_off():
     ops = ("adam", "align_conv", "augment", "augment_parameters", "batch_norm_act", "norm_pool", "reservoir")
     _loader.switch_off(dict.fromkeys(ops, "a row"))

@@ -122,6 +122,7 @@ def test_dry_run_counts_shared_runs_once(tmp_path, engine, trial, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails(tmp_path, engine, trial, capsys):
     engine(break_in="distillation-off")
     same = ["memory=64", "experts=4", "augment=simclr", "student=null", "contrastive=all", "inner_views=2"]
@@ -134,6 +135,7 @@ def test_a_run_that_fails(tmp_path, engine, trial, capsys):
     assert len(list(tmp_path.glob("*-trial.md"))) == len(TABLES) - 1  # MOSE has no row in dilemma
 
 
+@pytest.mark.slow
 def test_a_table_is_written_as_results_come(tmp_path, engine, trial, monkeypatch):
     monkeypatch.setattr("mose_fast.experiments.paper.reproduce._EVERY", 0.0)
     monkeypatch.setattr("mose_fast.experiments.paper.reproduce._SHARE", 0.0)
@@ -233,6 +235,7 @@ def test_absent_data_sets_are_all_named_and_how_to_do_without(tmp_path, capsys, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_documentation_counts_the_runs():
     page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text()
     for preset, told in (("released", r"(\d+) runs a seed \("), ("paper", r"\(preset `paper`: (\d+)\) instead")):

@@ -38,6 +38,7 @@ def test_notes_are_about_the_rows_that_are_there():
         assert words in notes(method, "scr")
 
 
+@pytest.mark.slow
 def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, trial):
     engine()
     command = ["paper", "classifier", *trial, "--seeds", "0", "--out", str(tmp_path)]
@@ -52,6 +53,7 @@ def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, tr
     assert [path.read_bytes() for path in files] == before
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     engine()
     assert main(["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]) == 0
@@ -90,6 +92,7 @@ def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
     assert "0 of 4 runs to do" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, trial, capsys):
     engine()
     command = ["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]
@@ -107,6 +110,7 @@ def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, trial, capsy
     assert f"**Caution: {said}.**" in (tmp_path / "sd-vs-rsd-trial.md").read_text()
 
 
+@pytest.mark.slow
 def test_all_baselines(tmp_path, engine, trial, capsys):
     """A row of each method, and its minutes as a multiple of ER's."""
     engine()
@@ -136,6 +140,7 @@ def test_all_baselines(tmp_path, engine, trial, capsys):
     assert "| MOSE | paper | *35.1 ± 0.4* |" in page
 
 
+@pytest.mark.slow
 def test_verdicts(tmp_path, digits, monkeypatch, engine):
     """The paper's protocol as far as the rule is concerned: with the data set and its tasks in
     place of the paper's, runs are judged.
@@ -173,6 +178,7 @@ def test_dry_run(tmp_path, engine, trial, capsys):
     assert "| ER + aug | paper | no number | no number | no number | no number |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
     command = ["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]
     first = engine(interrupt_in=1)

@@ -200,6 +200,7 @@ def test_marks_are_the_papers_numbers(runs, name, number, first, label):
     assert "the paper" in texts(final)
 
 
+@pytest.mark.slow
 def test_rows_of_augmentation_and_classifier(runs):
     augmentation, classifier = drawn(*runs("augmentation")), drawn(*runs("classifier"))
     assert list(lines(augmentation.axes[5])) == ["SCR w/o flip", "SimCLR w/o flip", "SCR", "SimCLR"]
@@ -267,6 +268,7 @@ def test_times(runs):
     assert colours[-1] not in colours[:-1] and len(set(colours[:-1])) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["experts", "student", "time"])  # one column, both, and bars
 def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
     plan, folder = runs(name, seeds=[0, 1])
@@ -285,6 +287,7 @@ def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
             assert picture.size[0] == pytest.approx(300 * width / 72, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_letters_are_of_seven_points_and_lie_inside(name, runs):
     plan, folder = runs(name, seeds=[0])

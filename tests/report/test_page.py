@@ -29,6 +29,7 @@ def shown(values):
     return f"{values.mean():.1f} ± {values.std(ddof=1):.1f}"
 
 
+@pytest.mark.slow
 def test_main_table_parsed_back_equals_the_inputs(sweep, read_page):
     sweep, page = sweep
     heading, *rows = read_page(page).tables["main"]
@@ -152,6 +153,7 @@ def test_every_figure_and_table_has_a_caption_that_counts_the_seeds(sweep, read_
         assert re.search(r"3 seeds|n = 3|n seeds|\(n\)|12 runs", caption), caption
 
 
+@pytest.mark.slow
 def test_same_runs_give_the_same_report(sweep, tmp_path):
     _, page = sweep
     again, _ = write_report([page.parents[1]], tmp_path)
@@ -207,6 +209,7 @@ def test_a_hundred_tasks_have_a_row_each(make, tmp_path, read_page):
     assert seen.tags.count("img") == 6
 
 
+@pytest.mark.slow
 def test_training_on_the_final_memory_has_no_metrics_over_time(make, tmp_path, read_page):
     for seed in range(2):
         make(seed, after=[4], train_on="final_memory")
@@ -435,6 +438,7 @@ def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read
     assert len(read_page(page).tables["runs"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.html", "tables/main.tex", "figures/accuracy.pdf"])
 def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name):
     make(0)
@@ -477,6 +481,7 @@ def test_names_are_escaped(make, tmp_path, read_page, no_figures):
     assert r"$<$b$>$my\_set \& 50 \%" in (page.parent / "tables" / "main.tex").read_text()
 
 
+@pytest.mark.slow
 def test_many_settings_show_the_best_and_say_so(make, tmp_path, read_page):
     acc = {}
     for student in range(1, 5):

@@ -176,4 +176,4 @@ def test_doctor_checks_anew_and_prints_each_row(emulated, capsys, monkeypatch):
 def test_doctor_without_a_card_says_so(capsys, monkeypatch):
     monkeypatch.setattr(_loader, "native", None)
     assert main(["doctor", "--check"]) == 0
-    assert capsys.readouterr().out.startswith("there is no card that the native library has kernels for")
+    assert capsys.readouterr().out.startswith("there is no GPU that the native library has kernels for")

@@ -238,6 +238,7 @@ def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
     assert not (folder.run("seed-0") / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
     folder = SweepFolder(tmp_path / "s")
     command = next(commands(folder))
@@ -274,6 +275,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
     """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"

@@ -64,6 +64,7 @@ class StopAt(Listener):
             raise Interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_training_does_not_change(method):
     """Weights and memory are bit-equal, and so are the accuracies at task ends."""
@@ -162,6 +163,7 @@ def unbroken(method):
     return run(config(method, evaluate_every=3, checkpoint_every=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["er", "mose", "gdumb"])
 @pytest.mark.parametrize(("batch", "inside"), [(2, False), (3, False), (3, True), (4, True), (6, True)])
 def test_a_run_that_is_resumed_has_the_same_curve(tmp_path, method, batch, inside):

@@ -182,6 +182,7 @@ def failing(monkeypatch, allocator, *, broken: bool, failures: int = 2) -> None:
     monkeypatch.setattr(HostGraph, "capture_end", ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_two_failures_end_capturing_and_harm_nothing(graphs, allocator, monkeypatch, broken):
     failing(monkeypatch, allocator, broken=broken)
@@ -202,6 +203,7 @@ def test_two_failures_end_capturing_and_harm_nothing(graphs, allocator, monkeypa
     assert captured.weights_hash() == eager.weights_hash()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
 def test_captures_that_failed_leave_the_allocator_as_it_was(graphs, allocator, monkeypatch, broken):
     failing(monkeypatch, allocator, broken=broken)

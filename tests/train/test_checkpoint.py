@@ -317,6 +317,7 @@ class Launches(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["fused", "torch"])
 def test_a_checkpoint_copies_the_state_in_a_few_pieces(tmp_path, monkeypatch, kernels):
     counted, tensors = [], []

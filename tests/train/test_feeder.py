@@ -187,6 +187,7 @@ def test_any_depth_gives_the_same_run(monkeypatch, plain, depth):
     assert watch.losses == plain[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, 6, 8])
 def test_a_run_that_is_stopped_while_views_were_made_ahead_goes_on_exactly(tmp_path, plain, at):
     with pytest.raises(Interrupted):

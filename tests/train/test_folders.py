@@ -71,6 +71,7 @@ def test_overwrite_refuses_a_folder_whose_files_no_run_wrote(tmp_path, files):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_wrote_its_configuration_begins_again(tmp_path):
     code = """
 import os, signal, sys

@@ -108,6 +108,7 @@ def test_resume_hints_at_no_flag_since_it_takes_none(stopped, capsys):
     assert "device is 'cuda'" in refused and "--device" not in refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [1, "fewer", "labels"])
 def test_changed_data_are_refused(stopped, shift, capsys):
     data = arrays(1 if shift == 1 else 0)
@@ -227,6 +228,7 @@ print(code_hash())
 """
 
 
+@pytest.mark.slow
 def test_the_hash_does_not_depend_on_what_was_imported_before():
     hashes = [
         subprocess.run([sys.executable, "-c", HASHES, *more], capture_output=True, text=True, check=True).stdout
@@ -257,6 +259,7 @@ for path in ordered:
 """
 
 
+@pytest.mark.slow
 def test_an_edit_counts_unless_it_is_in_a_room_that_no_run_imports(tmp_path):
     package = Path(mose_fast.__file__).parent
     shutil.copytree(package, tmp_path / "mose_fast", ignore=shutil.ignore_patterns("__pycache__", "_C*", "_build.json"))

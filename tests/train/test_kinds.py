@@ -76,6 +76,7 @@ TAKEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), TAKEN)
 def test_methods(method, kind, tmp_path):
     """Those that need task boundaries refuse a stream without before a folder exists."""
@@ -115,6 +116,7 @@ def test_a_long_tail_has_its_task_boundaries():
     assert told.calls == [(what, task) for task in range(5) for what in ("begin", "end")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_what_is_measured(kind):
     """After each part, the accuracy on the images of all classes seen; at the end, of all."""
@@ -146,6 +148,7 @@ def test_what_is_measured(kind):
     assert summary(results).splitlines()[1].split()[4:6] == ["-", "-"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"), [("imbalanced", "er"), ("blurry", "mose"), ("si_blurry", "er"), ("task_free", "er")]
 )
@@ -164,6 +167,7 @@ def test_resuming_gives_the_same_bits(kind, method, tmp_path):
             assert results[name] == whole[name], (stop, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
 def test_accuracy_at_any_time_changes_nothing(kind):
     plain, measured = run(config(kind)), run(config(kind, evaluate_every=2))

@@ -241,6 +241,7 @@ def events_of(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", [None, 2])
 def test_event_files_have_each_step_once_after_kills(tmp_path, monkeypatch, checkpoint_every):
     monkeypatch.setattr("mose_fast.train.loop.TensorBoard", partial(TensorBoard, every=1))
@@ -272,6 +273,7 @@ def test_events_of_others_in_a_folder_of_ones_own_stay(tmp_path):
     assert foreign.read_bytes().startswith(b"not an event")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy.csv", "accuracy.png", "results.json"])
 def test_full_disk_while_writing_results_loses_nothing(tmp_path, monkeypatch, plain, name):
     from tensorboard.summary.writer.record_writer import RecordWriter

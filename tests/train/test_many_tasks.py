@@ -48,6 +48,7 @@ def uncounted(function):
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["er", "mose", "ssil"])
 def test_a_late_task_takes_as_many_calls_as_an_early_one(tmp_path, monkeypatch, method):
     counts = Counter()
@@ -70,6 +71,7 @@ def test_a_late_task_takes_as_many_calls_as_an_early_one(tmp_path, monkeypatch, 
     assert [counts["rows of the table", task] / (task + 1) for task in late] == [counts["rows of the table", 0]] * 10
 
 
+@pytest.mark.slow
 def test_an_accuracy_takes_no_more_memory_than_its_place_in_a_list(tmp_path):
     tasks, images = 120, 20
     table, rows, memory = AccuracyTable(tmp_path / "accuracy.csv"), {"ncm": {"1": []}}, []

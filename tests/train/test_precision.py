@@ -31,6 +31,7 @@ def outcome(results: dict) -> dict:
     return {name: results[name] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_a_run_that_began_in_bf16_goes_on_in_bf16(tmp_path, card, kernels):
     config = RunConfig.create(**SETTINGS, kernels=kernels)

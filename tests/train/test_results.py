@@ -74,6 +74,7 @@ def test_schema_is_a_schema_and_describes_every_entry():
     assert settings["stream"]["properties"].keys() == StreamConfig.__dataclass_fields__.keys()
 
 
+@pytest.mark.slow
 def test_results_fit_the_schema(finished, joint):
     out, results, _ = finished
     assert json.loads((out / "results.json").read_text()) == results
@@ -218,6 +219,7 @@ def test_confusion_counts_the_test_images(finished, joint):
         assert (confusion.diagonal() >= right - 1e-6).all()
 
 
+@pytest.mark.slow
 def test_configuration_runs_again_to_the_same_result_and_another_seed_does_not(finished, tmp_path):
     out, results, _ = finished
     again, other = tmp_path / "again", tmp_path / "other"

@@ -57,6 +57,7 @@ def with_depth(monkeypatch, depth: int) -> None:
     monkeypatch.setattr(pipeline_module, "Ring", lambda learner: Ring(learner, depth))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 9])
 def test_any_depth_gives_the_same_run(monkeypatch, plain, depth):
     with_depth(monkeypatch, depth)
@@ -74,6 +75,7 @@ def test_no_plan_passes_a_checkpoint_or_the_end_of_a_task(plain, tmp_path):
     assert watch.ahead == [3, 2, 1, 0, 1, 0, 1, 0, 3, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_two_epochs_and_the_final_memory_at_any_depth(monkeypatch):
     with pytest.warns(UserWarning, match="another protocol"):
         expected = [outcome(run(settings(epochs=2))), outcome(run(settings(epochs=2, train_on="final_memory")))]
@@ -82,6 +84,7 @@ def test_two_epochs_and_the_final_memory_at_any_depth(monkeypatch):
         assert [outcome(run(settings(epochs=2))), outcome(run(settings(epochs=2, train_on="final_memory")))] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_on", ["stream", "final_memory"])
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_every_method_gives_the_same_run_whether_or_not_it_plans_ahead(monkeypatch, name, train_on):
@@ -105,6 +108,7 @@ def test_learners_that_do_not_plan_ahead_get_one_batch_at_a_time():
         assert len(watch.losses) == 12 and max(watch.ahead) == most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 6, 8])
 @pytest.mark.parametrize("how", ["Ctrl-C", "listener"])
 def test_a_run_that_is_stopped_while_more_was_planned_goes_on_exactly(tmp_path, plain, batch, how):
@@ -144,6 +148,7 @@ def nan_views(monkeypatch, sequence: int) -> None:
 
 
 # The first batch trains nothing, so step s belongs to batch s + 2.
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("sequence", [0, 2, 5, 8])
 def test_the_checkpoint_of_a_run_that_diverged_is_the_state_before_that_step(tmp_path, monkeypatch, sequence, kernels):

@@ -69,6 +69,7 @@ def outcome(results):
     return {name: value for name, value in results.items() if name not in ("seconds", "resumed", "peak_memory_bytes")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["mose", "gdumb", "scr"])
 def test_what_ends_a_task_stops_after_its_next_step(tmp_path, method):
     """Evaluations, GDumb's training for them and SCR's review: each of their steps is a place to

@@ -71,6 +71,7 @@ def test_losses_accuracies_and_results_are_logged(tmp_path, wandb, monkeypatch):
     assert module.finished == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_the_same_one_also_in_a_moved_folder_and_an_overwritten_one_does_not(tmp_path, wandb):
     module, first, moved = wandb(), tmp_path / "first", tmp_path / "moved"
 
@@ -93,6 +94,7 @@ def test_a_key_or_wandb_mode_decides_where_it_goes(tmp_path, wandb, monkeypatch)
         assert module.started[0]["mode"] == mode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["init", "log", "finish"])
 def test_a_run_goes_on_when_it_fails(tmp_path, wandb, what):
     wandb(fails=(what,))

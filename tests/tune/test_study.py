@@ -54,6 +54,7 @@ def search(path, trials, together=1, reopen=()):
     return [(t.params, t.state.name, t.value, t.intermediate_values) for t in study.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 3])
 def test_an_interrupted_study_has_the_same_trials(tmp_path, together):
     whole = search(tmp_path / "a", 12, together)
@@ -100,6 +101,7 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path, monkeypatch):
         Study(path, AXES, DEFAULTS, seed=0)
 
 
+@pytest.mark.slow
 def test_it_finds_what_is_good(tmp_path):
     trials = search(tmp_path / "a", 16)
     best = max((value, params["options.lr"], params["options.augment"]) for params, state, value, _ in trials if value)

@@ -59,6 +59,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_every_trial_has_its_runs_on_held_out_images(study):
     out, tuned, _ = study
     rows = trials_of(out)
@@ -181,6 +182,7 @@ def test_bad_settings_are_refused_in_one_line_and_nothing_is_touched(data, tmp_p
     assert message in line and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_trials_that_all_fail_leave_no_settings(data, tmp_path, capsys):
     (tmp_path / "space.toml").write_text("[space]\nlr = [1e30, 1e31]\n")
     out = tmp_path / "out"
@@ -191,6 +193,7 @@ def test_trials_that_all_fail_leave_no_settings(data, tmp_path, capsys):
     assert not (out / "best.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing(data, tmp_path):
     said = []
     tune("er", trials=3, out=tmp_path / "out", changes=changes(data), dry_run=True, say=said.append)
