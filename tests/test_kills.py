@@ -181,6 +181,7 @@ def unbroken(tmp_path_factory, settings):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "place", "number"), [(kind, *case) for kind, cases in CASES.items() for case in cases]
 )

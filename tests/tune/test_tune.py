@@ -82,6 +82,7 @@ def test_every_trial_has_its_runs_on_held_out_images(study):
     assert (float(rows[0]["options.lr"]), float(rows[0]["options.weight_decay"])) == (1e-3, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_best_settings_run_on_all_images_and_are_marked_in_a_report(study, data, tmp_path, monkeypatch):
     _, tuned, _ = study
     config = RunConfig.load(tuned.config)
