@@ -64,18 +64,19 @@ nightly: mutants
 	$(VENV)/bin/python $(PTX_ON_CPU) .
 	$(VENV)/bin/python $(PTX_ON_CPU) . --faults
 
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' mose_fast/_version.py)
+
 # Builds in dist/ and build/release, and tags. Nothing leaves this machine.
 release: $(VENV)/test.stamp
 	@test -z "$$(git status --porcelain)" || { echo "there are changes that are not committed" >&2; exit 1; }
+	@grep -q "^## $(VERSION) (20[0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $(VERSION) (DATE)'" >&2; exit 1; }
+	@! git rev-parse -q --verify "v$(VERSION)" >/dev/null || { echo "there is a tag v$(VERSION) already" >&2; exit 1; }
 	rm -rf dist build/release
 	$(VENV)/bin/python setup.py -q sdist
-	@version=$$(ls dist | sed 's/mose_fast-\(.*\)\.tar\.gz/\1/'); \
-	grep -q "^## $$version (20[0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $$version (DATE)'" >&2; exit 1; }; \
-	! git rev-parse -q --verify "v$$version" >/dev/null || { echo "there is a tag v$$version already" >&2; exit 1; }
 	$(PIP) --no-build-isolation --no-deps --target build/release dist/*.tar.gz
 	cd build/release && MOSE_FAST_SELF_CHECK=0 ../../$(VENV)/bin/python -W error::RuntimeWarning -m mose_fast run --width 1 \
 	  --memory 64 --limit-per-task 10 --device cpu --out run
-	version=$$(ls dist | sed 's/mose_fast-\(.*\)\.tar\.gz/\1/') && git tag -a "v$$version" -m "mose-fast $$version" && ls dist
+	git tag -a "v$(VERSION)" -m "mose-fast $(VERSION)" && ls dist
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .

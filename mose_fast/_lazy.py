@@ -15,8 +15,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: ``__name__`` of the module.
-        homes: By name, the module that defines it; a submodule defines itself. An attribute of the
-            function holds them, too.
+        homes: By name, the module that defines it; a submodule defines itself.
     """
 
     def find(name: str) -> Any:
@@ -27,5 +26,4 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, found)
         return found
 
-    find.homes = homes
     return find

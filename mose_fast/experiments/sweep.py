@@ -43,7 +43,7 @@ from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Outcome", "run_grid", "run_sweep", "with_fingerprints"]
+__all__ = ["Outcome", "run_grid", "run_sweep"]
 
 
 @dataclass(frozen=True)

@@ -99,14 +99,14 @@ class Learner(Planner):
         self.data = DataPlane(memory, classes=self.classes, image_size=self.image_size, device=self.device)
         self.data.kept = partial(self._kept.written, "plans")
         self.views = self._build_views()
-        self._planning_ahead = False
         self.model = self.build_model()
         self._means: ClassMeans | None = None
         self._warned_missing = False
         self._warned_boundaries = False
 
     def __init_subclass__(cls) -> None:
-        if "state" in vars(cls):
+        super().__init_subclass__()
+        if cls.state is not Learner.state:
             raise ConfigError(
                 f"{cls.__qualname__} defines state(), which only copies; wanted self.keep(NAME, TENSOR OR MODULE) in"
                 f" {cls.__qualname__}.__init__ for what else a checkpoint must hold"

@@ -36,13 +36,12 @@ class Planner(MethodHooks):
     _kept: KeptValues
     _model: Model
     _means: ClassMeans | None
-    _planning_ahead: bool
     _warned_boundaries: bool
 
     @property
     def model(self) -> Model:
         """The network and its optimiser; RuntimeError while a batch is planned ahead of steps."""
-        if self._planning_ahead:
+        if self.memory.extras.planning:
             raise RuntimeError(
                 f"method {self.config.method!r} looks at its model in plan or store, which run ahead of the steps;"
                 " wanted planning = Planning.LOOKS_AT_MODEL in its class, or the model used in the step alone"
@@ -295,9 +294,9 @@ class Planner(MethodHooks):
         """A context in which the method must neither look at the model, nor write what steps
         write.
         """
-        self._planning_ahead = self.memory.extras.planning = True
+        self.memory.extras.planning = True
         try:
             with self._kept.only_plans():
                 yield
         finally:
-            self._planning_ahead = self.memory.extras.planning = False
+            self.memory.extras.planning = False

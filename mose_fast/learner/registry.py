@@ -82,7 +82,8 @@ def method(
 
 def check_learner(learner: Any, owner: str) -> None:
     """Refuses a class that is not a complete learner by a ConfigError that names what it lacks."""
-    if not isinstance(learner, type) or not issubclass(learner, MethodHooks):
+    # A learner is what can predict, too: its class itself imports this module.
+    if not isinstance(learner, type) or not issubclass(learner, MethodHooks) or not hasattr(learner, "predict"):
         lacking = [name for name in sorted(MethodHooks.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
         raise ConfigError(

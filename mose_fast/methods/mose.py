@@ -329,7 +329,7 @@ class Mose(Learner):
             wanted = o.buffer_batch - copies
             if o.per_class_cap is not None:
                 wanted = min(wanted, o.per_class_cap * len(self.seen))
-            old = self.memory.draw(wanted, others=self.task) if o.replay_from == "others" else self.memory.draw(wanted)
+            old = self.memory.draw(wanted, others=self.task if o.replay_from == "others" else None)
             mask = self._mask_of(tuple(current))
         m = self.memory
         images = torch.cat([x, m.images[extra], x[:copies], m.images[old]])

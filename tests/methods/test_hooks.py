@@ -114,3 +114,6 @@ def test_a_prediction_before_any_class_was_seen_is_refused(make, batch):
 def test_a_method_with_a_state_of_its_own_is_told_what_to_do():
     with pytest.raises(ConfigError, match=r"Own defines state\(\), which only copies; wanted self.keep\(NAME"):
         type("Own", (Er,), {"state": lambda self: ({}, {})})
+    beside = type("Beside", (), {"state": lambda self: ({}, {})})
+    with pytest.raises(ConfigError, match=r"Own defines state\(\)"):
+        type("Own", (beside, Er), {})

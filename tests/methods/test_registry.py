@@ -89,6 +89,12 @@ class Mine(Learner):
     [
         (LACKS, "method 'mine' lacks plan, rehearsal, train_on; wanted Mine to define it"),
         (
+            "from mose_fast.learner.planner import Planner\n"
+            + LACKS.replace("(Learner)", "(Planner)")
+            + "\n    plan = rehearsal = train_on = build_network",
+            "Mine'>; wanted a subclass of mose_fast.methods.Learner",
+        ),
+        (
             "class Mine:\n    def train_batch(self): ...",
             r"Mine'>, which lacks build_network, plan, .*; wanted a subclass of",
         ),

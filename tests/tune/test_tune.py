@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mose_fast.app.cli import main
-from mose_fast.experiments.tune import tune
+from mose_fast.experiments.tune.tuning import tune
 from mose_fast.present.report import write_report
 from mose_fast.runs.store import read_run
 from mose_fast.settings.run import RunConfig

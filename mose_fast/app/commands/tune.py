@@ -39,7 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _act(arguments: argparse.Namespace) -> int:
     from mose_fast.experiments.grid import read_seeds
-    from mose_fast.experiments.tune import tune
+    from mose_fast.experiments.tune.tuning import tune
 
     given = vars(arguments)
     changes = changes_of(arguments, None)
