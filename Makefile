@@ -81,7 +81,7 @@ release: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files csrc tests/cpp | grep -E '\.(h|cpp|cu|cuh)$$')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files csrc tests/kernels | grep -E '\.(h|cpp|cu|cuh)$$')
 
 clean:
 	rm -rf $(VENV) build mutants *.egg-info mose_fast/_C.*.so mose_fast/_build.json

@@ -4,7 +4,7 @@ CUDA kernel lacks one.
     python -m bench.collect
 
 An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check
-(tests/cpp/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
+(tests/kernels/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
 on a GPU (bench/bench_<stem>.py). Works without a GPU.
 """
 
@@ -42,7 +42,7 @@ def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: 
     complaints = []
     for stem in stems:
         if not (root / "tests" / "cpp" / f"cases_{stem}.cpp").is_file():
-            complaints.append(f"{stem}: kernel_check has no cases for it; wanted tests/cpp/cases_{stem}.cpp")
+            complaints.append(f"{stem}: kernel_check has no cases for it; wanted tests/kernels/cases_{stem}.cpp")
         if not any(
             re.search(rf"\bmose_fast\.ops\.{stem}\b|from mose_fast\.ops import .*\b{stem}\b", text)
             for text in texts.values()

@@ -10,25 +10,27 @@ from pathlib import Path
 import pytest
 
 import mose_fast  # noqa: F401  (before any test imports torch: it settles for how long threads spin)
+from tests.paths import SHARED
 
-PACKED = Path(__file__).resolve().parents[2] / "shared" / "data"
-# The tests are a check of the kernels themselves; tests/self_check alone wants that of a first run.
+PACKED = SHARED / "data"
+# The tests are a check of the kernels themselves; only tests/unit/self_check wants that of a first
+# run.
 os.environ["MOSE_FAST_SELF_CHECK"] = "0"
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
 # Files that take longest come first: pytest-xdist hands out whole files, and one that comes last
 # leaves the other cores idle.
 LONGEST = (
-    "cpp/test_kernels_on_cpu.py",
-    "ordering/test_methods.py",
-    "methods/test_every_method.py",
-    "test_methods_by_command.py",
-    "test_kills.py",
-    "sweep/test_workers.py",
-    "ordering/test_loop.py",
-    "methods/test_regression.py",
-    "tune/test_tune.py",
-    "methods/test_kernels.py",
+    "kernels/test_kernels_on_cpu.py",
+    "races/test_methods.py",
+    "unit/methods/test_every_method.py",
+    "system/test_methods_by_command.py",
+    "system/test_kills.py",
+    "system/sweep/test_workers.py",
+    "races/test_loop.py",
+    "unit/methods/test_regression.py",
+    "system/tune/test_tune.py",
+    "unit/learner/test_kernels.py",
 )
 
 

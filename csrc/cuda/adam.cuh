@@ -1,4 +1,4 @@
-// Kernel bodies of Adam; tests/cpp compiles them for the CPU too.
+// Kernel bodies of Adam; tests/kernels compiles them for the CPU too.
 //
 // A call begins with one block that decides for all others whether this step is frozen, computes
 // each parameter's bias corrections and counts its step. Then the weights are cut into pieces of

@@ -1,4 +1,4 @@
-// Kernel body of the views; tests/cpp compiles it for the CPU too. One block makes one view, since
+// Kernel body of the views; tests/kernels compiles it for the CPU too. One block makes one view, since
 // contrast needs the mean of it all.
 //
 // A thread makes whole pixels. For a jittered view every pixel is sampled twice, once for the mean

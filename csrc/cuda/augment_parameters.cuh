@@ -1,4 +1,4 @@
-// Kernel body; tests/cpp compiles it for the CPU too. One thread draws one view.
+// Kernel body; tests/kernels compiles it for the CPU too. One thread draws one view.
 #pragma once
 
 #include "api/augment_parameters.h"

@@ -1,4 +1,4 @@
-// What the kernels of batch norm with add and ReLU share; tests/cpp runs them on the CPU too. The
+// What the kernels of batch norm with add and ReLU share; tests/kernels runs them on the CPU too. The
 // passes and their algebra: api/batch_norm_act.h.
 //
 // These kernels are bound by memory bandwidth. A thread owns eight channels and every so many

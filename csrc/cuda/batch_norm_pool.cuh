@@ -1,4 +1,4 @@
-// Kernel bodies of batch norm with add, ReLU and pool; tests/cpp compiles them for the CPU too.
+// Kernel bodies of batch norm with add, ReLU and pool; tests/kernels compiles them for the CPU too.
 #pragma once
 
 #include "api/batch_norm_pool.h"

@@ -1,4 +1,4 @@
-// Kernel bodies of the expert losses; tests/cpp runs them on the CPU too. Algebra:
+// Kernel bodies of the expert losses; tests/kernels runs them on the CPU too. Algebra:
 // core/expert_losses.h.
 //
 // Three launches: statistics of every row; the terms from them; the gradients, for which the

@@ -1,4 +1,4 @@
-// Kernel bodies of the pooled norm; tests/cpp compiles them for the CPU too.
+// Kernel bodies of the pooled norm; tests/kernels compiles them for the CPU too.
 //
 // The maps are small (16 pixels of 512 channels for an image) and read once: forward gives each
 // thread one vector of channels of one image and all its pixels, so that nothing has to be shared.

@@ -1,6 +1,6 @@
 // csrc/cuda/<stem>.cu: kernel and launcher. No torch header, no allocation, no synchronisation, no
 // static device state: a launcher must be capturable in a CUDA graph. MF_LAUNCH starts a kernel and
-// checks the launch; with it this file also compiles for the CPU, where tests/cpp runs it. Longer
+// checks the launch; with it this file also compiles for the CPU, where tests/kernels runs it. Longer
 // kernels keep their bodies in <stem>.cuh.
 #include <cuda_runtime.h>
 

@@ -1,4 +1,4 @@
-// Kernel bodies of the replay memory; tests/cpp compiles them for the CPU too. Results equal
+// Kernel bodies of the replay memory; tests/kernels compiles them for the CPU too. Results equal
 // csrc/cpu/reservoir.cpp bit for bit.
 #pragma once
 

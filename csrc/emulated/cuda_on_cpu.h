@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the CPU: for tests/cpp, which looks for indexing and synchronisation faults,
+// Runs CUDA kernels on the CPU: for tests/kernels, which looks for indexing and synchronisation faults,
 // and for the emulated GPU (MOSE_FAST_BACKEND=emulated, docs/building.md), on which the whole
 // package runs the kernels.
 //
@@ -14,7 +14,7 @@
 // Included before every .cu file; those compile as they are if they launch by MF_LAUNCH and take
 // shared memory by MF_DYNAMIC_SHARED (csrc/cuda/launch.cuh). Bodies of .cuh files can be launched
 // with other shapes by shim::launch. Types come from the toolkit's own headers; only full warps and
-// the full mask are supported. How all this works together: tests/cpp/README.md.
+// the full mask are supported. How all this works together: tests/kernels/README.md.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 """The ops over feature maps as torch.compile and opcheck see them: the same bits as in eager mode,
 without a graph break, and schemas and fakes that are true.
 
-The ops of tests/ops that have code for the CPU are checked there.
+The ops of tests/unit/ops that have code for the CPU are checked there.
 """
 
 from __future__ import annotations

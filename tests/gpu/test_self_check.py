@@ -25,8 +25,8 @@ from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.self_check.rows import OPS, Row, rows_of, table
 from mose_fast.self_check.verdict import switched_off
 from mose_fast.train.self_check import parts, step_rows
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = _loader.card()
 
 

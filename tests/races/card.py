@@ -1,0 +1,1032 @@
+"""A simulated GPU: CPU tensors that say they are on ``cuda``, streams, events and graphs, and
+a checker that hears of all of it.
+
+Every operation is carried out at once, in the order of the program; what a GPU would do later is
+left to the :class:`Checker`, which knows the order that streams, events and waits promise and
+nothing else. So results are those of a run on the CPU, and each access that a GPU might bring
+forward or put off is reported.
+
+Two modes of PyTorch see all that the program does: a function mode, in which tensors are asked for
+their device and moved, and a dispatch mode, which sees each operator with what it reads and writes
+by its schema. Native functions without a schema are called on copy-on-write copies: those that a
+function took a mutable pointer of are what it writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mose_fast import _loader
+from mose_fast.ops import align_conv, batch_norm_act, batch_norm_pool
+from tests.races.backward_streams import after_functions
+from tests.races.backward_streams import place as place_in_backward
+from tests.races.checker import Checker, Memory, Race
+
+__all__ = ["Card"]
+
+aten = torch.ops.aten
+
+_CUDA = torch.device("cuda", 0)
+
+# The host waits for their results on a GPU, whose size or value it needs.
+_WAITS = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::bincount",
+    "aten::_unique2",
+}
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+# In training they change ``running_mean`` and ``running_var``, which their schema does not say.
+_WRITES_RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+
+# They look at no element.
+_LOOKS_AT_NOTHING = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_READS_NO_ARGUMENT = {
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+    *_LOOKS_AT_NOTHING,
+}
+
+
+class _Block(Memory):
+    """An allocation on the GPU, or pinned memory of the host."""
+
+    def __init__(self, card: Card, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
+        size = storage.nbytes()
+        super().__init__(f"{kind} of {size} bytes made by {made_by}", size)
+        self.size, self.address = size, storage.data_ptr()
+        self.card, self.kind, self.stream = card, kind, card.stream
+        #: Streams that the allocator was told of.
+        self.recorded: set[Stream] = set()
+        #: The graph whose pool it lies in.
+        self.graph = card.recording if kind == "device memory" else None
+
+
+class _Hold:
+    """Hangs on the storage of a block, and so ends with the last tensor that refers to it."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+
+    def __del__(self) -> None:
+        # Only noted: the garbage collector may call this in the middle of anything. Memory of a
+        # graph stays the graph's.
+        card = self.block.card
+        if card.active and self.block.kind == "device memory" and self.block.graph is None:
+            card.freed[self.block.stream].append((self.block, card.hand_over()))
+
+
+class Stream:
+    """In place of ``torch.cuda.Stream``."""
+
+    _numbers = count(1)
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.name = f"stream {next(Stream._numbers)}"
+        self.device, self.device_index = _CUDA, 0
+        self.cuda_stream = id(self)
+        Card.current.streams_by_address[self.cuda_stream] = self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wait_stream(self, other: Stream) -> None:
+        card = Card.current
+        with card.lock:
+            (card.checker if card.recording is None else card.recording.checker).wait_for_stream(self, other)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        Card.current.wait_for(self)
+
+    def query(self) -> bool:
+        return self.record_event().query()
+
+    def is_capturing(self) -> bool:
+        return Card.current.recording is not None
+
+
+class Event:
+    """In place of ``torch.cuda.Event``.
+
+    Whether it is done when the host asks is drawn, where the host cannot know.
+    """
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.recorded = False
+
+    def record(self, stream: Stream | None = None) -> None:
+        card = Card.current
+        card.not_while_capturing("an event that is recorded")
+        with card.lock:
+            card.checker.record(self, stream or card.stream)
+        self.recorded = True
+
+    def wait(self, stream: Stream | None = None) -> None:
+        card = Card.current
+        if self.recorded:
+            with card.lock:
+                card.checker.wait(stream or card.stream, self)
+
+    def query(self) -> bool:
+        card = Card.current
+        card.not_while_capturing("an event that is asked")
+        with card.lock:
+            if not self.recorded or card.checker.knows(self):
+                return True
+            if card.random.random() < card.done:
+                card.checker.wait(card.checker.host(), self)
+                return True
+            return False
+
+    def synchronize(self) -> None:
+        card = Card.current
+        card.not_while_capturing("an event that the host waits for")
+        if self.recorded:
+            with card.lock:
+                card.checker.wait(card.checker.host(), self)
+
+
+class _Recording:
+    """What was launched while a graph was captured on a stream, and the streams forked from it.
+
+    A checker of its own hears of the launches: their order in a replay is that of the waits inside
+    the capture. Each of them also reads ``everything``, which the stream writes first and last: so
+    a launch on a stream that was not forked, or that is not joined again, is a race.
+    """
+
+    def __init__(self, stream: Stream, *, stop: bool) -> None:
+        self.stream, self.checker = stream, Checker(stop=stop)
+        self.everything = [(Memory("what a graph captures", 1), 0, 1)]
+        self.memory: dict[_Block, Memory] = {}
+        self.checker.access(stream, [], self.everything, "begin of a capture")
+        self.launches: list[Callable[[], None]] = []
+        self.reads: dict[_Block, list[tuple[int, int]]] = {}
+        self.writes: dict[_Block, list[tuple[int, int]]] = {}
+        # Contents from before the capture, which executes nothing.
+        self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self.saved: set[int] = set()
+        #: What made the capture invalid; empty if nothing did.
+        self.broken = ""
+        #: What lies outside the graph's pool, and our references to it, which must not be the last.
+        #: By storage, of which several may share a block.
+        self.outside: dict[int, list[Tensor]] = {}
+
+    def kept(self, tensor: Any) -> Any:
+        """A tensor for a replay, told apart from the program's own references to its memory."""
+        block = Card.current.block(tensor) if isinstance(tensor, Tensor) else None
+        if block is None or block.graph is self:
+            return tensor
+        alias = tensor.detach()
+        self.outside.setdefault(alias.untyped_storage()._cdata, []).append(alias)
+        return alias
+
+    def check_references(self) -> None:
+        for aliases in self.outside.values():
+            storage = aliases[0].untyped_storage()
+            # One is Python's.
+            if torch._C._storage_Use_Count(storage._cdata) <= len(aliases) + 1:
+                block = Card.current.block(aliases[0])
+                block.card.checker.report(f"a graph is replayed that uses {block.name}, whose last reference has gone")
+
+    def save(self, tensor: Tensor, block: _Block) -> None:
+        storage = tensor.untyped_storage()
+        if block.graph is not self and storage._cdata not in self.saved:
+            self.saved.add(storage._cdata)
+            self.before.append((storage, storage.clone()))
+
+    def end(self) -> list[Race | str]:
+        self.checker.access(self.stream, [], self.everything, "end of a capture")
+        return self.checker.races
+
+    def note(
+        self, stream: Stream, reads: list[tuple[_Block, int, int]], writes: list[tuple[_Block, int, int]], what: str
+    ) -> None:
+        def inside(accesses: list[tuple[_Block, int, int]]) -> list[tuple[Memory, int, int]]:
+            return [(self.memory.setdefault(b, Memory(b.name, b.size)), start, end) for b, start, end in accesses]
+
+        self.checker.access(stream, [*inside(reads), *self.everything], inside(writes), what)
+        for found, accesses in ((self.reads, reads), (self.writes, writes)):
+            for block, start, end in accesses:
+                ranges = found.setdefault(block, [])
+                if (start, end) not in ranges:
+                    ranges.append((start, end))
+
+
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``: a replay carries out once more what was launched, on
+    the same memory.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.recording: _Recording | None = None
+        self._pool: Any = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        card = Card.current
+        self._pool = object() if pool is None else pool
+        card.local.recording = _Recording(card.stream, stop=card.checker.stop)
+        card.begin_capture(card.local.recording)
+
+    def capture_end(self) -> None:
+        card = Card.current
+        recording, card.local.recording = card.local.recording, None
+        card.recordings.remove(recording)
+        # The last first: storages may share memory, and the oldest copy is from before the capture.
+        for storage, before in reversed(recording.before):
+            storage.copy_(before)
+        if recording.broken:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.recording = recording
+        for race in recording.end():
+            card.checker.report(race)
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def replay(self) -> None:
+        card, recording = Card.current, self.recording
+        with card.lock, card.quiet(), torch.no_grad():
+            card.reuse_freed()
+            card.replays += 1
+            recording.check_references()
+            for launch in recording.launches:
+                launch()
+            written = [(block, *r) for block, ranges in recording.writes.items() for r in ranges]
+            only_read = [(block, *r) for block, ranges in recording.reads.items() for r in ranges]
+            card.checker.access(card.stream, only_read, written, "replay")
+
+    def reset(self) -> None:
+        self.recording = None
+
+
+@contextmanager
+def _captured(
+    graph: Graph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global", **_: Any
+) -> Iterator[None]:
+    """In place of ``torch.cuda.graph``, which waits for the GPU before it captures."""
+    card = Card.current
+    card.wait_for_all()
+    with _on_stream(stream or Stream()):
+        graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@contextmanager
+def _on_stream(stream: Stream | None) -> Iterator[None]:
+    """In place of ``torch.cuda.stream``."""
+    local, before = Card.current.local, Card.current.stream
+    local.stream = before if stream is None else stream
+    try:
+        yield
+    finally:
+        local.stream = before
+
+
+class _Native:
+    """In place of the native module: its functions, called so that what they read and write is
+    seen.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if not callable(found):
+            return found
+        return lambda *args, **kwargs: Card.current.native(name, found, args, kwargs)
+
+
+class Card:
+    """A context in which ``cuda`` is the stand-in.
+
+    Args:
+        seed: Of the draws whether an event is done when the host asks.
+        done: How probable that is.
+        stop: Raise at the first race.
+
+    Attributes:
+        races: What the checker found.
+        broken: What broke each capture that was broken.
+        launches: Work on the GPU and pinned memory, how often.
+        replays: Of graphs, how many.
+        streams: On which there was any.
+    """
+
+    current: Card
+
+    def __init__(self, seed: int = 0, done: float = 0.3, *, stop: bool = False) -> None:
+        self.checker = Checker(stop=stop)
+        self.random, self.done = random.Random(seed), done
+        self.lock = threading.RLock()
+        self.local = threading.local()
+        Card.current = self
+        self.streams_by_address: dict[int, Stream] = {}
+        self.default = Stream()
+        self.default.name = "the default stream"
+        self.freed: defaultdict[Stream, list[tuple[_Block, object]]] = defaultdict(list)
+        self.active = False
+        #: Captures under way, on all threads, and what will wait for the GPU at some time.
+        self.recordings: list[_Recording] = []
+        self.to_wait: list[str] = []
+        self.broken: list[str] = []
+        self.tensors_by_address: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.launches = self.replays = 0
+        self.streams: set[Any] = set()
+
+    @property
+    def races(self) -> list[Race | str]:
+        return self.checker.races
+
+    @property
+    def stream(self) -> Stream:
+        return getattr(self.local, "stream", self.default)
+
+    @property
+    def recording(self) -> _Recording | None:
+        return getattr(self.local, "recording", None)
+
+    # The context
+
+    def __enter__(self) -> Card:
+        Card.current = self
+        self._stack = ExitStack()
+        cuda = {
+            "Stream": Stream,
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "graph": _captured,
+            "stream": _on_stream,
+            "current_stream": lambda device=None: self.stream,
+            "default_stream": lambda device=None: self.default,
+            "synchronize": lambda device=None: self.wait_for_all(),
+            "is_current_stream_capturing": lambda: self.recording is not None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "device": lambda device=None: contextlib.nullcontext(),
+            "get_device_name": lambda device=None: "stand-in",
+            "get_device_capability": lambda device=None: (9, 0),
+            "mem_get_info": lambda device=None: (2**33, 2**33),
+            "max_memory_allocated": lambda device=None: 0,
+            "memory_allocated": lambda device=None: 0,
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: self.may_wait("caches of the allocator that are emptied"),
+        }
+        for name, replacement in cuda.items():
+            self._stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        # Its own check of arguments comes before any mode.
+        record_stream = lambda tensor, stream: self.record_stream(tensor, stream)  # noqa: E731 - a method of tensors
+        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
+        by_dlpack = torch.from_dlpack
+
+        def shared_by_dlpack(source: Any) -> Tensor:
+            tensor = by_dlpack(source)
+            if isinstance(source, Tensor):
+                self.share(tensor, source)
+            return tensor
+
+        self._stack.enter_context(mock.patch.object(torch, "from_dlpack", shared_by_dlpack))
+        # A capture of the stand-in always comes to its end.
+        self._stack.enter_context(
+            mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True)
+        )
+        autocast = torch.autocast
+        self._stack.enter_context(
+            mock.patch.object(torch, "autocast", lambda where, *args, **how: autocast(_on_host(where), *args, **how))
+        )
+        # What PyTorch's optimisers ask beside the tensors themselves.
+        self._stack.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", lambda device=None: self.stream)
+        )
+        grouped = Optimizer._group_tensors_by_device_and_dtype
+
+        def grouped_where_they_are(tensors: list[list[Tensor]], with_indices: bool = False) -> dict:
+            found = grouped(tensors, with_indices)
+            return {(group[0][0][0].device, dtype): group for (_, dtype), group in found.items()}
+
+        self._stack.enter_context(
+            mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped_where_they_are))
+        )
+        # ``backward`` is a function of PyTorch, in which the function mode is off; but a backward
+        # pass runs code of the program.
+        backward = torch.autograd._engine_run_backward
+
+        def backward_in_mode(*args: Any, **kwargs: Any) -> Any:
+            # Zeros that autograd makes itself, in place of gradients that are missing, lie beside
+            # the others.
+            with torch._C.DisableTorchFunction():
+                place = "device memory" if any(map(self.on_card, _tensors(args))) else None
+            with _Functions(self), self.placing(place):
+                return backward(*args, **kwargs)
+
+        self._stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward_in_mode))
+        self._stack.enter_context(after_functions(self.placed_in_backward))
+        if _loader.native is not None:
+            self._stack.enter_context(mock.patch.object(_loader, "native", _Native(_loader.native)))
+            before = _loader.record["backend"]
+            self._stack.enter_context(mock.patch.dict(_loader.record, {"backend": "cuda"}))
+            if before != "emulated":
+                # Without code for the CPU, where what they mean stands in.
+                questions = (batch_norm_act, "serves"), (batch_norm_pool, "serves"), (align_conv, "_has_kernels")
+                for module, question in questions:
+                    self._stack.enter_context(mock.patch.object(module, question, lambda *_: False))
+        self._follow_threads()
+        self.active = True
+        self._stack.enter_context(self._modes())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.active = False
+        self._stack.close()
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with _Functions(self), _Operators(self):
+            yield
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The stand-in's own work on tensors."""
+        with torch._C.DisableTorchFunction(), torch.utils._mode_utils.no_dispatch():
+            yield
+
+    def _follow_threads(self) -> None:
+        """Threads work under the modes too; a task comes after what its thread did before it was
+        handed over, a result after the task.
+        """
+        card, run, submit, result = self, threading.Thread.run, ThreadPoolExecutor.submit, Future.result
+
+        def run_in_modes(thread: threading.Thread) -> None:
+            with card._modes():
+                run(thread)
+
+        def submit_with_order(pool: ThreadPoolExecutor, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
+            handed_over, done = card.hand_over(), object()
+
+            def task() -> Any:
+                card.take_over(handed_over)
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    card.hand_over(done)
+
+            future = submit(pool, task)
+            future.done_at = done
+            return future
+
+        def result_with_order(future: Future, timeout: float | None = None) -> Any:
+            try:
+                return result(future, timeout)
+            finally:
+                if hasattr(future, "done_at") and future.done():
+                    card.take_over(future.done_at)
+
+        for owner, name, replacement in (
+            (threading.Thread, "run", run_in_modes),
+            (ThreadPoolExecutor, "submit", submit_with_order),
+            (Future, "result", result_with_order),
+        ):
+            self._stack.enter_context(mock.patch.object(owner, name, replacement))
+
+    def hand_over(self, event: object | None = None) -> object:
+        """What the current host thread did and knows, for another one."""
+        event = object() if event is None else event
+        with self.lock:
+            self.checker.record(event, self.checker.host())
+        return event
+
+    def take_over(self, event: object) -> None:
+        with self.lock:
+            self.checker.wait(self.checker.host(), event)
+
+    def placed_in_backward(self, results: Any) -> Any:
+        """In the backward pass, an operation runs on its stream of the forward pass."""
+
+        def switch(stream: Stream) -> Stream:
+            before, self.local.stream = self.stream, stream
+            return before
+
+        return place_in_backward(results, self.stream, switch)
+
+    # What the host waits for
+
+    def wait_for(self, stream: Stream) -> None:
+        self.not_while_capturing("a stream that the host waits for")
+        with self.lock:
+            self.checker.wait_for_stream(self.checker.host(), stream)
+
+    def wait_for_all(self) -> None:
+        self.not_while_capturing("a card that the host waits for")
+        self.may_wait("another thread, which waits for the card")
+        with self.lock:
+            self.checker.wait_for_all()
+
+    def not_while_capturing(self, what: str) -> None:
+        if self.recording is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
+    # What waits for the GPU without being asked to
+
+    def may_wait(self, what: str) -> None:
+        """What happens now may wait for the whole GPU, which breaks every capture under way."""
+        with self.lock:
+            for recording in self.recordings:
+                recording.broken = what
+                self.broken.append(what)
+
+    def will_wait(self, what: str) -> None:
+        """A thread that the program does not know will wait for the GPU, at the worst time."""
+        with self.lock:
+            self.to_wait.append(what)
+            if self.recordings:
+                self.may_wait(self.to_wait.pop())
+
+    def begin_capture(self, recording: _Recording) -> None:
+        with self.lock:
+            self.recordings.append(recording)
+            if self.to_wait:
+                self.may_wait(self.to_wait[0])
+                self.to_wait.clear()
+
+    # Memory
+
+    def tensor_at(self, address: int) -> Tensor:
+        """The tensor whose address the program has asked for."""
+        return self.tensors_by_address[address]
+
+    def stream_at(self, address: int) -> Stream:
+        return self.streams_by_address[address]
+
+    def block(self, tensor: Tensor) -> _Block | None:
+        """The block of a tensor on the GPU or in pinned memory; None for other memory of the
+        host.
+        """
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return None
+        hold = getattr(tensor.untyped_storage(), "hold", None)
+        if hold is None:
+            return None
+        if hold.block.card is not self:
+            # Of another stand-in, which has ended: kept by a cache of the program. All that was
+            # done to it is long past.
+            return self.place(tensor, hold.block.kind, "an earlier run")
+        return hold.block
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        with torch._C.DisableTorchFunction():
+            self.block(tensor).recorded.add(stream)
+
+    def on_card(self, tensor: Tensor) -> bool:
+        block = self.block(tensor)
+        return block is not None and block.kind == "device memory"
+
+    def place(self, tensor: Tensor, kind: str, made_by: str) -> _Block:
+        storage = tensor.untyped_storage()
+        block = _Block(self, kind, storage, made_by)
+        storage.hold = _Hold(block)
+        if kind == "device memory" and block.graph is None:
+            self.reuse_freed()
+            if storage.nbytes():
+                # Whoever had this memory before had it in the order of this stream.
+                self.checker.access(self.stream, [], [(block, 0, storage.nbytes())], f"allocation by {made_by}")
+        return block
+
+    def share(self, tensor: Tensor, source: Tensor) -> None:
+        """Says that ``tensor``, with a storage of its own, lies in the memory of ``source``."""
+        with torch._C.DisableTorchFunction():
+            if self.block(source) is not None:
+                tensor.untyped_storage().hold = source.untyped_storage().hold
+
+    def reuse_freed(self) -> None:
+        """The next allocation on a stream may get any block that was freed there, unless the
+        allocator knows of another reader.
+        """
+        freed = self.freed[self.stream]
+        while freed:
+            block, at = freed.pop()
+            self.checker.reuse(self.stream, block, block.recorded, at)
+
+    # Work
+
+    def native(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A native function without a schema."""
+        with self.lock, self.quiet():
+            given = [t for t in _tensors((args, kwargs)) if t.device.type == "cpu"]
+            blocks = [self.block(t) for t in given]
+            if not any(block is not None for block in blocks) and not any(map(_is_cuda, (*args, *kwargs.values()))):
+                return function(*args, **kwargs)
+            args, kwargs = _map(_on_host, args), _map(_on_host, kwargs)
+            copies = {id(t): torch._lazy_clone(_copy(t)) for t in given}
+            results = function(*_swapped(args, copies), **_swapped(kwargs, copies))
+            written = [t for t in given if not torch._C._is_cow_tensor(copies[id(t)])]
+            sources = {copies[id(t)].untyped_storage()._cdata: t for t in given}
+            reads = [t for t in given if not any(t is w for w in written)]
+
+            def back(result: Any) -> Any:
+                return sources.get(result.untyped_storage()._cdata, result) if isinstance(result, Tensor) else result
+
+            if self.recording is not None:
+                for t in written:
+                    if (block := self.block(t)) is not None:
+                        self.recording.save(t, block)
+            with torch.no_grad():
+                for t in written:
+                    # As native code writes: behind autograd's back.
+                    t.data.copy_(copies[id(t)])
+            results = _map(back, results)
+            fresh = [r for r in _tensors(results) if self.block(r) is None]
+            where = f"mose_fast._C.{name}"
+            for r in fresh:
+                self.place(r, "device memory", where)
+            self._report(where, reads, [*written, *fresh])
+            if self.recording is not None:
+                self._record(function, args, kwargs, results, fresh)
+            return results
+
+    def operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """An operator of the dispatcher."""
+        name = func._schema.name
+        given = _tensors((args, kwargs))
+        blocks = [self.block(t) for t in given]
+        place = getattr(self.local, "place", None)
+        if place is None and not any(block is not None for block in blocks):
+            return func(*args, **kwargs)
+        if name == "aten::copy_":
+            return self._copied(func, args, kwargs)
+        with self.lock:
+            there = [block is not None and block.kind == "device memory" for block in blocks]
+            on_card = any(there)
+            strange = [t for t, is_there in zip(given, there, strict=True) if on_card and t.dim() and not is_there]
+            if strange and name not in _INDEXING:
+                where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the card"
+                raise RuntimeError(f"Expected all tensors to be on the same device: {where}")
+            waits = (
+                name in _WAITS or bool(strange) or (name in _INDEXING and any(_is_mask(t) for t in _tensors(args[1])))
+            )
+            if on_card and waits:
+                self.not_while_capturing(name)
+            reads, writes = _by_schema(func._schema, args, kwargs)
+            if name in _READS_NO_ARGUMENT:
+                reads = []
+            if self.recording is not None and on_card:
+                for t in writes:
+                    if (block := self.block(t)) is not None:
+                        self.recording.save(t, block)
+            results = func(*args, **kwargs)
+            known = {t.untyped_storage()._cdata for t in given if t.layout == torch.strided and t.device.type == "cpu"}
+            fresh = [
+                r
+                for r in _tensors(results)
+                if r.device.type == "cpu" and r.untyped_storage()._cdata not in known and self.block(r) is None
+            ]
+            kind = place or ("device memory" if on_card else None)
+            if kind in ("device memory", "pinned memory"):
+                for r in fresh:
+                    self.place(r, kind, name)
+            elif not on_card:
+                fresh = []
+            if name in _LOOKS_AT_NOTHING or name.startswith("aten::empty"):
+                written = writes
+            else:
+                written = [*writes, *(fresh if kind == "device memory" else [])]
+            if on_card or kind == "device memory":
+                self._report(name, reads, written)
+                if self.recording is not None:
+                    self._record(func, args, kwargs, results, fresh)
+                if waits:
+                    self.wait_for(self.stream)
+            else:
+                self._report(name, reads, written, self.checker.host())
+            return results
+
+    def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``copy_``, between host and GPU too."""
+        target, source = args[:2]
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        to, of = ("host" if block is None else block.kind for block in map(self.block, (target, source)))
+        with self.lock:
+            if "device memory" not in (to, of):
+                results = func(*args, **kwargs)
+                self._report("copy_", [source], [target], self.checker.host())
+                return results
+            crosses = to != of
+            # Memory of the host that is not pinned is read or written before the call returns.
+            through_host = crosses and "host" in (to, of)
+            waits = crosses and (waits or to == "host") and not (of == "host" and source.dim() == 0)
+            if waits or through_host:
+                self.not_while_capturing("a copy that the host waits for")
+            if self.recording is not None:
+                self.recording.save(target, self.block(target))
+            results = func(*args, **kwargs)
+            self._report(f"copy of {of} to {to}", [source], [target])
+            if self.recording is not None:
+                self._record(func, args, kwargs, results, [])
+            if waits:
+                self.wait_for(self.stream)
+            return results
+
+    def _record(
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], results: Any, fresh: list[Tensor]
+    ) -> None:
+        """Notes a launch for replays, with its results where they are."""
+        kept = self.recording.kept
+        args, kwargs = _map(kept, args), _map(kept, kwargs)
+        places = [(i, r) for i, r in enumerate(_tensors(results)) if any(r is f for f in fresh)]
+
+        def again() -> None:
+            found = _tensors(function(*args, **kwargs))
+            for i, place in places:
+                place.copy_(found[i])
+
+        self.recording.launches.append(again)
+
+    def _report(self, what: str, reads: list[Tensor], writes: list[Tensor], stream: Any = None) -> None:
+        stream = self.stream if stream is None else stream
+        read, written = self._extents(reads), self._extents(writes)
+        if self.recording is not None and stream is self.stream:
+            self.recording.note(stream, read, written, what)
+        elif read or written:
+            self.launches += 1
+            self.streams.add(stream)
+            self.checker.access(stream, read, written, what)
+
+    def _extents(self, tensors: list[Tensor]) -> list[tuple[_Block, int, int]]:
+        found = []
+        for t in tensors:
+            block = self.block(t)
+            if block is not None and t.numel():
+                start = t.data_ptr() - block.address
+                found.append((block, start, start + _extent(t) * t.element_size()))
+        return found
+
+    @contextmanager
+    def placing(self, kind: str | None) -> Iterator[None]:
+        """Where new tensors lie."""
+        before, self.local.place = getattr(self.local, "place", None), kind
+        try:
+            yield
+        finally:
+            self.local.place = before
+
+    def moved(self, tensor: Tensor, to_card: bool, how: dict[str, Any], non_blocking: bool) -> Tensor:
+        """A copy at the other place."""
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError("the stand-in moves no tensor that requires a gradient")
+        kind = "device memory" if to_card else "pinned memory" if non_blocking else "host"
+        with self.placing(kind), torch.no_grad():
+            target = torch.empty_like(tensor, **how)
+        with torch.no_grad():
+            return target.copy_(tensor, non_blocking=non_blocking)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self.card = card
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not self.card.active:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return self.card.operator(func, args, kwargs or {})
+
+
+class _Functions(TorchFunctionMode):
+    """What the program asks tensors, and how it makes and moves them."""
+
+    def __init__(self, card: Card) -> None:
+        super().__init__()
+        self.card = card
+        get = {
+            torch.Tensor.device.__get__: lambda t: _CUDA if card.on_card(t) else None,
+            torch.Tensor.is_cuda.__get__: lambda t: card.on_card(t) or None,
+            torch.Tensor.is_cpu.__get__: lambda t: False if card.on_card(t) else None,
+        }
+        self.get = get
+        self.call = {
+            torch.Tensor.to: self._to,
+            torch.Tensor.cpu: lambda t, **_: self._to(t, "cpu"),
+            torch.Tensor.cuda: lambda t, device=None, non_blocking=False: self._to(
+                t, "cuda", non_blocking=non_blocking
+            ),
+            torch.Tensor.tolist: self._tolist,
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.pin_memory: self._pin_memory,
+            torch.Tensor.is_pinned: lambda t, device=None: (
+                (block := card.block(t)) is not None and block.kind == "pinned memory"
+            ),
+            torch.Tensor.data_ptr: self._data_ptr,
+            torch.Tensor.__deepcopy__: self._deepcopy,
+            torch.Tensor.new_tensor: self._new_tensor,
+            torch.tensor: self._tensor,
+            torch.as_tensor: self._as_tensor,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.card.active:
+            return func(*args, **kwargs)
+        if func in self.get:
+            found = self.get[func](args[0])
+            return func(*args) if found is None else found
+        if func in self.call:
+            return self.call[func](*args, **kwargs)
+        kind = None
+        if kwargs.get("pin_memory"):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            kind = "pinned memory"
+        if (device := kwargs.get("device")) is not None and (device := torch.device(device)).type != "meta":
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+            kind = "device memory" if device.type == "cuda" else kind or "host"
+        if kind is None and getattr(self.card.local, "place", None) is None:
+            return self.card.placed_in_backward(func(*args, **kwargs))
+        with self.card.placing(kind):
+            return self.card.placed_in_backward(func(*args, **kwargs))
+
+    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        if args and isinstance(args[0], Tensor):
+            args = (_CUDA if self.card.on_card(args[0]) else torch.device("cpu"), args[0].dtype, *args[1:])
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        how = {} if dtype is None else {"dtype": dtype}
+        if memory_format is not None:
+            how["memory_format"] = memory_format
+        on_card = self.card.on_card(tensor)
+        wanted = on_card if device is None else device.type == "cuda"
+        if wanted == on_card:
+            return torch.Tensor.to(tensor, copy=copy, **how) if how or copy else tensor
+        return self.card.moved(tensor, wanted, how, non_blocking)
+
+    def _host(self, tensor: Tensor) -> Tensor:
+        """The tensor for the host to read: what lies on the GPU is copied, pinned memory is looked
+        at.
+        """
+        block = self.card.block(tensor)
+        if block is None:
+            return tensor
+        if block.kind == "device memory":
+            with torch.no_grad():
+                return self.card.moved(tensor, False, {}, False)
+        with self.card.lock:
+            self.card._report("the host", [tensor], [], self.card.checker.host())
+        return tensor
+
+    def _tolist(self, tensor: Tensor) -> Any:
+        return torch.Tensor.tolist(self._host(tensor))
+
+    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
+        if self.card.on_card(tensor):
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory"
+                " first."
+            )
+        return torch.Tensor.numpy(self._host(tensor), **kwargs)
+
+    def _pin_memory(self, tensor: Tensor, device: Any = None) -> Tensor:
+        with self.card.placing("pinned memory"):
+            pinned = torch.empty_like(tensor)
+        return pinned.copy_(tensor)
+
+    def _data_ptr(self, tensor: Tensor) -> int:
+        if not self.card.on_card(tensor):
+            self._host(tensor)
+        address = torch.Tensor.data_ptr(tensor)
+        self.card.tensors_by_address[address] = tensor
+        return address
+
+    def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        """PyTorch copies the storage, which no operator does."""
+        copied = torch.Tensor.__deepcopy__(tensor, memo)
+        block = self.card.block(tensor)
+        if block is not None and self.card.block(copied) is None:
+            self.card.place(copied, block.kind, "copy.deepcopy")
+        return copied
+
+    def _tensor(self, data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = torch.tensor(data, **kwargs)
+        if pin_memory:
+            made = self._pin_memory(made)
+        return made if device is None else self._to(made, device)
+
+    def _new_tensor(self, like: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+        device = _CUDA if device is None and self.card.on_card(like) else device
+        return self._tensor(data, dtype=like.dtype if dtype is None else dtype, device=device, **kwargs)
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        made = (
+            data
+            if isinstance(data, Tensor) and (dtype is None or data.dtype == dtype)
+            else torch.as_tensor(data, dtype=dtype)
+        )
+        return made if device is None else self._to(made, device)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in arguments or results, in order."""
+    found: list[Tensor] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            _gather(part, found)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _gather(part, found)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(function, part) for part in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, part) for part in value)
+    if isinstance(value, dict):
+        return {name: _map(function, part) for name, part in value.items()}
+    return function(value)
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
+
+
+def _on_host(value: Any) -> Any:
+    return type(value)("cpu") if _is_cuda(value) else value
+
+
+def _swapped(value: Any, copies: dict[int, Tensor]) -> Any:
+    return _map(lambda part: copies.get(id(part), part), value)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    return (
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if tensor.numel()
+        else 0
+    )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the original, in memory of its own."""
+    extent = _extent(tensor)
+    return tensor.detach().as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
+def _by_schema(schema: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors whose elements an operator reads, and those that it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for position, argument in enumerate(schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        if alias is None:
+            reads.extend(_tensors(value))
+        elif alias.is_write:
+            writes.extend(_tensors(value))
+    if schema.name in _WRITES_RUNNING_STATISTICS and args[5]:
+        writes.extend(_tensors(args[3:5]))
+    return reads, writes

@@ -1,0 +1,24 @@
+"""A sweep's worker on the simulated GPU; a run with a race or a broken capture fails."""
+
+from __future__ import annotations
+
+from mose_fast.experiments import worker
+from tests.races.card import Card
+
+run_cell = worker.run_cell
+
+
+def main() -> None:
+    """In place of ``mose_fast.experiments.worker.main``."""
+    worker._import_what_runs_need()  # which the stand-in's modes need not see
+    with Card() as card:
+
+        def checked(command: worker.Command, emit: worker.Emit) -> None:
+            def check(event: worker.Event) -> None:
+                faults = [*card.races, *card.broken] if event["event"] == "done" else []
+                emit({"event": "failed", "error": str(faults[0])} if faults else event)
+
+            run_cell(command, check)
+
+        worker.run_cell = checked
+        worker.main()

@@ -1,0 +1,400 @@
+"""Real worker processes: killed at any moment nothing is lost, and every way to compute gives the
+run that it would be alone.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+import mose_fast
+from mose_fast._build_info import build_info
+from mose_fast.experiments import engine as engine_module
+from mose_fast.experiments.engine import LocalEngine
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.protocol import ENDS
+from mose_fast.experiments.ray_engine import RayEngine
+from mose_fast.experiments.sweep import run_grid
+from mose_fast.runs.files import LOCK
+from mose_fast.runs.lock import FolderLock, FolderLocked
+from mose_fast.runs.store import read_store
+from mose_fast.settings.run import RunConfig
+from mose_fast.train import RunError, run
+from tests.paths import ROOT
+
+PACKAGE = Path(mose_fast.__file__).parent
+SEEDS = (0, 1)
+# Small batches, so that there are many moments to be interrupted at.
+CHANGES = {
+    "stream.limit_per_task": 20,
+    "stream.batch": 4,
+    "width": 1,
+    "memory": 64,
+    "device": "cpu",
+    "checkpoint_every": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, settings):
+    """Weight hashes by seed of the runs alone, in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    stream = {**settings["stream"], "batch": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # batches of 4 are not the preset's
+        hashes = {
+            seed: run(RunConfig.create(**{**settings, "stream": stream}, seed=seed))["weights_sha256"] for seed in SEEDS
+        }
+    torch.set_num_threads(before)
+    return hashes
+
+
+def start_sweep(out, *more):
+    cores = len(os.sched_getaffinity(0))
+    settings = "--width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
+    command = [sys.executable, "-m", "mose_fast", "sweep", *settings.split()]
+    command += ["--workers", str(cores), "--out", str(out), *more]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
+    )
+
+
+def wait_for(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def processes_in(folder):
+    """Ids of the processes that hold the sweep's lock file open: workers and their children."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == str(folder / LOCK) for file in process.open_files()):
+                found.append(process.pid)
+    return found
+
+
+def has_checkpoints(out):
+    return list(out.glob("seed-*/checkpoints/step-*"))
+
+
+@pytest.mark.slow
+def test_interrupted_killed_and_with_a_killed_worker_a_sweep_loses_nothing(tmp_path, alone):
+    out = tmp_path / "s"
+    sweep = start_sweep(out)
+    wait_for(lambda: has_checkpoints(out) or sweep.poll() is not None)
+    with pytest.raises(FolderLocked, match=f"process {sweep.pid} on {socket.gethostname()}"):
+        FolderLock(out, "sweep")
+    sweep.send_signal(signal.SIGINT)
+    told = sweep.communicate()[0]
+    assert sweep.returncode == 130, told
+    assert "; to continue, run the same command again" in told
+    assert not processes_in(out)
+    assert len(list(out.glob("seed-*/results.json"))) < 2, "too late to have interrupted anything"
+
+    sweep = start_sweep(out)
+    wait_for(lambda: resumed(out) or sweep.poll() is not None)
+    sweep.kill()
+    sweep.communicate()
+    wait_for(lambda: not processes_in(out), 15)
+    assert len(list(out.glob("seed-*/results.json"))) < 2, "too late to have interrupted anything"
+
+    before = resumed(out)
+    sweep = start_sweep(out)
+    wait_for(lambda: resumed(out) > before or sweep.poll() is not None)
+    for process in processes_in(out):
+        if process != sweep.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    told = sweep.communicate()[0]
+    assert sweep.returncode == 0, told
+    assert "it continues from its last checkpoint" in told
+    assert "measuring" not in told
+    table = read_store(out)
+    assert dict(zip(table["seed"], table["weights_sha256"], strict=True)) == alone
+    assert table["threads"].tolist() == [1, 1]
+    assert (table["resumed"] >= 1).any()
+
+
+def resumed(out):
+    """How often runs have gone on from a checkpoint."""
+    return sum(log.read_text().count("continued after batch") for log in out.glob("logs/seed-*.log"))
+
+
+def commands(folder):
+    cells = Grid({"seed": SEEDS}, CHANGES).cells()
+    folder.create()
+    for cell in cells:
+        folder.config(cell.name).write_text(cell.config.to_json())
+        yield {
+            "do": "run",
+            "cell": cell.name,
+            "config": str(folder.config(cell.name)),
+            "out": str(folder.run(cell.name)),
+            "log": str(folder.log(cell.name)),
+            "afresh": False,
+            "wandb": None,
+        }
+
+
+def until_ended(engine, number):
+    ended, events, deadline = {}, [], time.monotonic() + 120
+    while len(ended) < number:
+        assert time.monotonic() < deadline, f"waited in vain; so far {events}"
+        for event in engine.events(0.2):
+            events.append(event)
+            if event["event"] in ENDS:
+                ended[event["cell"]] = event
+    return ended, events
+
+
+@pytest.mark.slow
+def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
+    folder = SweepFolder(tmp_path / "s")
+    engine = LocalEngine([None, None], threads=1, logs=folder.logs)
+    try:
+        for command in commands(folder):
+            engine.start(command)
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
+        engine.stop("seed-1")
+        ended, events = until_ended(engine, 2)
+    finally:
+        engine.close()
+    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}, events
+    results = json.loads((folder.run("seed-0") / "results.json").read_text())
+    assert results["weights_sha256"] == alone[0] and results["resumed"] == 0
+    assert not (folder.run("seed-1") / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
+    """As a cluster ends a job: every process gets the signal, or one of them."""
+    folder = SweepFolder(tmp_path / "s")
+    engine = LocalEngine([None], threads=1, logs=folder.logs)
+    try:
+        engine.start(next(commands(folder)))
+        process = engine.workers[0].process
+        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
+        ended, events = until_ended(engine, 1)
+        assert ended["seed-0"]["event"] == "stopped", events
+        assert process.wait(30) == 0
+    finally:
+        engine.close()
+
+
+_RAY_TASK = """
+import json, signal, sys
+from mose_fast.experiments.ray_engine import _run_on_this_machine
+
+class Queue:
+    put = staticmethod(lambda event: print(json.dumps(event), flush=True))
+
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray has it in its workers
+_run_on_this_machine(json.loads(sys.argv[1]), 1, sys.argv[2], Queue)
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    command = next(commands(folder))
+    config = json.loads(Path(command["config"]).read_text()) | {"checkpoint_every": None}
+    config["stream"] |= {
+        "limit_per_task": None,
+        "tasks": 1,
+    }  # hundreds of batches before the checkpoint at the task's end
+    Path(command["config"]).write_text(json.dumps(config))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    task = [sys.executable, "-c", _RAY_TASK, json.dumps(command), command["config"]]
+    with subprocess.Popen(task, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "progress" and event["batch"] > 0:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=90)
+    assert process.returncode == signal.SIGTERM
+    assert len(list(folder.path.glob("seed-0/checkpoints/step-*"))) == 1
+    assert not (folder.run("seed-0") / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
+    folder = SweepFolder(tmp_path / "s")
+    command = next(commands(folder))
+    config = RunConfig.load(command["config"])
+    broken = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=str(tmp_path / "missing.npz")))
+    Path(command["config"]).write_text(broken.to_json())
+    engine = LocalEngine([None], threads=1, logs=folder.logs)
+    try:
+        engine.start(command)
+        ended, _ = until_ended(engine, 1)
+    finally:
+        engine.close()
+    assert ended["seed-0"]["event"] == "failed"
+    assert "missing.npz" in ended["seed-0"]["error"]
+    assert "missing.npz" in folder.log("seed-0").read_text()
+
+
+def first_event(engine, command):
+    try:
+        engine.start(command)
+        return until_ended(engine, 1)[0][command["cell"]]
+    finally:
+        engine.close()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
+    assert event == {
+        "event": "failed",
+        "cell": "seed-0",
+        "error": "a worker process said: ImportError: this is not torch, when it started",
+    }
+
+
+@pytest.mark.slow
+def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
+    """Whoever asks PyTorch for GPUs, even in vain, has."""
+    used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
+    monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
+    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
+    assert event["error"] == "its worker had used CUDA before it forked, after which no run can"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--engine", "ray", "--address", "local"]], ids=["local", "ray"])
+def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more):
+    """A sweep with the installed package, in a clone without native library and with modules named
+    like others.
+    """
+    if more:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    clone = tmp_path / "clone"
+    shutil.copytree(PACKAGE, clone / "mose_fast", ignore=shutil.ignore_patterns("_C*", "_build.json", "__pycache__"))
+    for name in ("torch", "queue"):
+        (clone / f"{name}.py").write_text(f"raise ImportError('this is not {name}')\n")
+    # As pip's script.
+    script = tmp_path / "mose-fast"
+    script.write_text("import sys\nfrom mose_fast.app.cli import main\nsys.exit(main())\n")
+    command = [sys.executable, script, "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "4"]
+    command += ["--device", "cpu", "--seeds", "0-3", "--workers", "2", "--out", tmp_path / "s", *more]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=clone, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(path.read_text()) for path in (tmp_path / "s").glob("*/results.json")]
+    here = build_info()
+    assert [run["native_backend"] for run in found] == [here["backend"]] * 4
+    assert {run["commit"] is None for run in found} == {here["commit"] is None}
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_runs(tmp_path, alone):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    cores = len(os.sched_getaffinity(0))
+    outcome = run_grid(
+        Grid({"seed": SEEDS}, CHANGES),
+        tmp_path / "s",
+        Place(workers=cores, engine="ray", address="local"),
+        say=lambda line: None,
+    )
+    assert outcome.failures == ()
+    assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
+
+
+class RayOfTasks:
+    """Ray whose tasks are numbers. They end when they are told to, and events are put by hand."""
+
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+
+    def __init__(self):
+        self.finished, self.events, self.errors = [], [], {}
+
+    def wait(self, tasks, num_returns, timeout):
+        return [task for task in tasks if task in self.finished], []
+
+    def get(self, task):
+        if task in self.errors:
+            raise self.errors[task]
+
+    def qsize(self):
+        return len(self.events)
+
+    def get_nowait_batch(self, count):
+        found, self.events = self.events[:count], self.events[count:]
+        return found
+
+
+def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
+    ray = RayOfTasks()
+    engine = RayEngine.__new__(RayEngine)
+    engine.ray = engine.queue = ray
+    engine.runs, engine.running, engine.ended = 2, {1: "a"}, set()
+    failed = {"event": "failed", "cell": "a", "error": "no room"}
+    ray.events = [failed]
+    assert engine.events(0) == [failed]
+    engine.running[2] = "a"  # started again, while the first task still has its process to end
+    ray.finished = [1]
+    assert engine.events(0) == []
+    assert engine.free() == 1
+    ray.finished = [2]
+    assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
+    assert engine.free() == 2
+
+
+@pytest.mark.parametrize(
+    ("cause", "event"),
+    [
+        (RunError("machine m does not see it"), {"event": "failed", "error": "machine m does not see it"}),
+        (ImportError("a page\nthis is not torch"), {"event": "failed", "error": "ImportError: this is not torch"}),
+        (None, {"event": "died", "signal": None}),
+    ],
+)
+def test_a_ray_task_that_fails_says_why(cause, event):
+    ray = RayOfTasks()
+    engine = RayEngine.__new__(RayEngine)
+    engine.ray = engine.queue = ray
+    engine.running, engine.ended = {1: "a"}, set()
+    ray.finished, ray.errors = [1], {1: RuntimeError("a long traceback")}
+    ray.errors[1].cause = cause
+    assert engine.events(0) == [{**event, "cell": "a"}]
+
+
+def test_unreachable_ray(tmp_path):
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
+            run_grid(
+                Grid({"seed": SEEDS}, CHANGES),
+                tmp_path / "s",
+                Place(engine="ray", address=address),
+                say=lambda line: None,
+            )
+    assert time.monotonic() - start < 10

@@ -1,0 +1,303 @@
+"""The command ``mose-fast paper``: what it plans, runs, continues and writes."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from mose_fast.app.cli import main
+from mose_fast.experiments.paper.plan import Plan
+from mose_fast.experiments.paper.reproduce import run_table
+from mose_fast.experiments.paper.tables import TABLES
+from mose_fast.experiments.paper.text_page import overview
+from mose_fast.runs.store import read_run
+from mose_fast.settings.run import RunConfig
+from tests.paths import ROOT
+
+PAGES = {name: ROOT / "docs" / name for name in ("paper.md", "command_line.md", "paper/README.md")}
+
+
+def cells(path):
+    """Rows of the CSV by (part, row, column)."""
+    with path.open(encoding="utf-8") as file:
+        return {(r["part"], r["row"], r["column"]): r for r in csv.DictReader(file)}
+
+
+def test_notes_are_about_the_rows_that_are_there():
+    def notes(*methods):
+        plan = Plan("table1-cifar", (0,), methods=methods or None)
+        return overview(plan).partition("\n\nBold: ")[2].partition("An accuracy passes if")[0]
+
+    others = {"GDumb's AF": "ccil", "of ASER at M = 2k": "aser", "LUCIR's ACC": "lucir", "MOE-MOSE": "mose"}
+    assert all(words in notes() for words in others)
+    assert not any(words in notes("er", "scr") for words in others)
+    assert "Baselines have the preset table" in notes("er", "scr") and "Baselines have" not in notes("mose")
+    for words, method in others.items():
+        assert words in notes(method, "scr")
+
+
+@pytest.mark.slow
+def test_a_figure_stands_beside_the_page_and_is_drawn_again(tmp_path, engine, trial):
+    engine()
+    command = ["paper", "classifier", *trial, "--seeds", "0", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (shown,) = re.findall(r"^!\[fig:ncm\]\((.*)\)$", (tmp_path / "classifier-trial.md").read_text(), re.MULTILINE)
+    assert shown == "classifier-trial.svg"
+    files = [tmp_path / f"classifier-trial.{kind}" for kind in ("svg", "pdf", "png")]
+    before = [path.read_bytes() for path in files]
+    for path in files:
+        path.unlink()
+    assert main(command) == 0
+    assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_the_runs(tmp_path, engine, trial, capsys):
+    engine()
+    assert main(["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]) == 0
+    runs = {path.parent.name: read_run(path.parent) for path in tmp_path.glob("*/results.json")}
+    assert len(runs) == 4  # memory is the same in all of them
+    values = [
+        100 * results["acc"]["ncm"]["4"] for name, (_, results) in sorted(runs.items()) if "distillation" not in name
+    ]
+    cell = cells(tmp_path / "sd-vs-rsd-trial.csv")["ACC of the last expert", "RSD", "M = 200"]
+    mean = sum(values) / 2
+    half = 12.7062 * abs(values[0] - values[1]) / 2
+    assert float(cell["ours"]) == pytest.approx(mean, abs=0.006)
+    assert float(cell["interval low"]) == pytest.approx(mean - half, abs=0.02)
+    assert (cell["n"], cell["paper"], cell["paper sd"], cell["to pass"], cell["verdict"]) == (
+        "2",
+        "20.2",
+        "0.5",
+        ">= 19.2",
+        "",
+    )
+    assert float(cell["difference"]) == pytest.approx(mean - 20.2, abs=0.006)
+    page = (tmp_path / "sd-vs-rsd-trial.md").read_text()
+    (_, results), *_ = runs.values()
+    for told in (
+        f"commit: {results['commit']}",
+        f"torch {results['versions']['torch']}",
+        results["processor"],
+        "precision: fp32",
+    ):
+        assert told in page
+    assert re.search(r"\| stream=digits8 memory=64 .*distillation=sd \| 0, 1 \|", page)
+    # The command on the page plans the very same runs.
+    command = re.search(r"^    mose-fast (paper .*)$", page, re.MULTILINE)[1].split()
+    capsys.readouterr()
+    assert main([*command, "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "0 of 4 runs to do" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_runs_of_other_code_and_machines_are_told(tmp_path, engine, trial, capsys):
+    engine()
+    command = ["paper", "sd-vs-rsd", *trial, "--seeds", "0-1", "--set", "memory=64", "--out", str(tmp_path)]
+    assert main(command) == 0 and "caution" not in capsys.readouterr().out
+    assert "caution" not in (tmp_path / "sd-vs-rsd-trial.md").read_text().lower()
+    results = min(tmp_path.glob("*/results.json"))
+    values = json.loads(results.read_text())
+    torch, values["versions"]["torch"] = values["versions"]["torch"], "1.0"
+    results.write_text(json.dumps(values))
+    assert main(command) == 0
+    (said,) = re.findall(r"^caution: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert (
+        said.startswith("the version of torch differs: ") and f"1.0 ({results.parent.name})" in said and torch in said
+    )
+    assert f"**Caution: {said}.**" in (tmp_path / "sd-vs-rsd-trial.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_baselines(tmp_path, engine, trial, capsys):
+    """A row of each method, and its minutes as a multiple of ER's."""
+    engine()
+    command = [*trial, "--seeds", "0", "--set", "memory=64", "--out", str(tmp_path)]
+    for name, stem in (("table1-cifar", "table1-cifar-trial"), ("time", "time-trial")):
+        # Rotating a digit changes its label.
+        assert main(["paper", name, *command, "--set", "rotations=1"]) == 0
+        found = cells(tmp_path / f"{stem}.csv")
+        assert len({row for _, row, _ in found}) == (21 if name == "table1-cifar" else 19)
+        assert all(cell["n"] == "1" for cell in found.values())
+    minutes = {row: float(cell["ours"]) for (_, row, column), cell in found.items() if column == "minutes"}
+    runs = {path.parent.name: read_run(path.parent)[1]["seconds"]["total"] for path in tmp_path.glob("*/results.json")}
+    assert len(runs) == 18 + 4  # memory is the same in all of them
+    for row, method in (("ER", "method-er"), ("GSS", "method-gss"), ("BiC", "method-bic")):
+        (seconds,) = (value for name, value in runs.items() if f"{method}_" in name)
+        (er,) = (value for name, value in runs.items() if "method-er_" in name)
+        found_ratio = next(float(c["ours"]) for (_, r, column), c in found.items() if (r, column) == (row, "times ER"))
+        assert found_ratio == pytest.approx(seconds / er, abs=0.006)
+        assert minutes[row] == pytest.approx(seconds / 60, abs=0.006)
+    assert main(["paper", "table1-cifar", *command, "--baselines", "sources", "--methods", "er,mose"]) == 0
+    page = (tmp_path / "table1-cifar-sources-er-mose-trial.md").read_text()
+    assert "--baselines sources --methods er,mose" in page
+    assert "preset=sources" in page
+    # The best of ours is bold, and the second best of the paper's is italic.
+    best = max(re.findall(r"\| ours \| (\S+)", page), key=lambda text: float(text.strip("*")))
+    assert best.startswith("**")
+    assert "| MOSE | paper | *35.1 ± 0.4* |" in page
+
+
+@pytest.mark.slow
+def test_verdicts(tmp_path, digits, monkeypatch, engine):
+    """The paper's protocol as far as the rule is concerned: with the data set and its tasks in
+    place of the paper's, runs are judged.
+    """
+    engine()
+    monkeypatch.setattr("mose_fast.experiments.paper.plan._departures", lambda config, wanted: [])
+    changes = {"stream.name": str(digits), "stream.tasks": 2, "width": 1, "stream.limit_per_task": 20, "device": "cpu"}
+    page, failures = run_table("taskwise", tmp_path, seeds=[0, 1], changes=changes, say=lambda line: None)
+    assert (page, failures) == (tmp_path / "taskwise.md", ())
+    found = cells(page.with_suffix(".csv"))
+    judged = [cell for cell in found.values() if cell["ours"]]
+    assert len(judged) == 2 * 6 * 3  # two tasks and the average
+    assert all(cell["verdict"] == "" for cell in found.values() if cell not in judged)
+    for cell in judged:
+        wanted = float(cell["to pass"].removeprefix(">= "))
+        assert cell["verdict"].split(",")[0] == ("pass" if float(cell["ours"]) >= wanted else "miss")
+        assert cell["verdict"].endswith("not sure") == (
+            float(cell["interval low"]) < wanted < float(cell["interval high"])
+        )
+    count = sum(cell["verdict"].startswith("pass") for cell in judged)
+    assert f"{count} of {len(judged)} judged cells pass" in page.read_text()
+
+
+def test_dry_run(tmp_path, engine, trial, capsys):
+    here = engine()
+    assert main(["paper", "cost", *trial, "--seeds", "0-2", "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "| SCR+CE | paper | 8.80 | 11.29 | 558.55 | 22.30 ± 0.40 | 45.80 ± 0.20 |" in told
+    assert "| SCR+CE | to pass | - | <= 11.40 | <= 564.14 | >= 21.30 | <= 46.80 |" in told
+    assert "departs from the protocol: " in told
+    assert "18 of 18 runs to do: 18:00 of computing" in told  # the engine's forecast: a minute each
+    assert len(here.measured) == 6
+    assert not (tmp_path / "out").exists()
+    assert main(["paper", "dilemma", *trial, "--dry-run", "--out", str(tmp_path / "out")]) == 0
+    assert "| ER + aug | paper | no number | no number | no number | no number |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_goes_on_after_an_interruption(tmp_path, engine, trial, capsys):
+    command = ["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]
+    first = engine(interrupt_in=1)
+    assert main(command) == 130
+    assert "interrupted; to continue, run the same command again" in capsys.readouterr().err
+    assert len(first.started) == 2
+    assert "**Unfinished: 1 of 4 runs have ended so far.**" in (tmp_path / "taskwise-trial.md").read_text()
+    second = engine()
+    assert main(command) == 0
+    assert len(second.started) == 3
+    assert second.resumed == [first.started[1]]
+    assert read_run(tmp_path / first.started[1])[1]["resumed"] == 1
+    third = engine()
+    assert main([*command[:-4], "--seeds", "0-2", "--out", str(tmp_path)]) == 0
+    assert len(third.started) == 2
+    assert cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "E4", "average"]["n"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [*(("experts", f"experts-trial.{kind}") for kind in ("md", "csv", "pdf", "html")), ("all", "paper-trial.html")],
+)
+def test_a_page_that_no_paper_command_wrote_is_not_replaced(tmp_path, engine, trial, capsys, table, name):
+    here = engine()
+    (tmp_path / name).write_text("mine")
+    assert main(["paper", table, *trial, "--seeds", "0", "--out", str(tmp_path)]) == 2
+    assert re.search("was not written by mose-fast paper.*, and would be replaced", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert here.started == []
+
+
+def test_a_run_that_fails(tmp_path, engine, trial, capsys):
+    engine(break_in="distillation-off_seed-1")
+    assert main(["paper", "taskwise", *trial, "--seeds", "0-1", "--out", str(tmp_path)]) == 1
+    assert "broken on purpose" in capsys.readouterr().out
+    found = cells(tmp_path / "taskwise-trial.csv")
+    assert found["w/o RSD", "E4", "average"]["n"] == "1"
+    assert found["w/ RSD", "E4", "average"]["n"] == "2"
+    assert "Not finished: " in (tmp_path / "taskwise-trial.md").read_text()
+
+
+def test_a_run_that_was_edited(tmp_path, engine, trial, capsys):
+    engine()
+    command = ["paper", "taskwise", *trial, "--seeds", "0", "--out", str(tmp_path)]
+    assert main(command) == 0
+    (edited,) = tmp_path.glob("*distillation-off_seed-0/results.json")
+    edited.write_text("{")
+    assert main(command) == 1
+    found = cells(tmp_path / "taskwise-trial.csv")
+    assert (found["w/o RSD", "E4", "average"]["n"], found["w/o RSD", "E4", "average"]["ours"]) == ("0", "")
+    assert found["w/ RSD", "E4", "average"]["n"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tasktwise"], "there is no table 'tasktwise'; did you mean 'taskwise'"),
+        (["taskwise", "--preset", "papers"], "did you mean 'paper'"),
+        (["taskwise", "--set", "memroy=3"], "did you mean 'memory'"),
+        (["taskwise", "--set", "rotations=1"], "options.rotations is set, but no run of taskwise has this setting"),
+        (["taskwise", "--set", "seed=3"], "seed is set to 3"),
+        (
+            ["taskwise", "--set", "stream.kind=blurry"],
+            "stream.kind is 'blurry', but the numbers of the paper's taskwise are by task; wanted a kind with task",
+        ),
+        (
+            ["taskwise", "--set", "evaluate_on=validation", "--validation", "0.1"],
+            "evaluate_on is 'validation', but the numbers of the paper's taskwise are of test images; wanted 'test'",
+        ),
+        (["bof", "--baselines", "source"], "did you mean 'sources'"),
+        (["taskwise", "--without", "cifar"], "without is split-cifar100, but taskwise has no other data set"),
+        (["bof", "--methods", "mse"], "methods has 'mse', of which bof has no row; did you mean 'mose'"),
+        (["taskwise", "--seeds", "3-1"], "seeds are '3-1'"),
+        (["taskwise", "--workers", "0"], "workers is 0"),
+        (["all", "--without", "imagenet,mnist"], "without has 'mnist'; wanted some of split-cifar100, split-tiny-i"),
+        (["all", "--without", "split"], "without has 'split'; wanted some of"),
+        (["all", "--without", ""], "without has ''; wanted some of"),
+        (["all", "--without", "cifar,tiny"], "without is split-cifar100,split-tiny-imagenet: no table remains"),
+        (["all", "--methods", "ers"], "methods has 'ers', of which no table has a row; did you mean 'er'"),
+        (["all", "--methods", "er", "--set", "student=2"], "options.student is set, but no run of all has"),
+        (["all", "--baselines", "official"], "baselines is 'official'"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, arguments, message):
+    assert main(["paper", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_with_workers_of_its_own(tmp_path, trial, capsys):
+    assert main(["paper", "taskwise", *trial, "--seeds", "0", "--workers", "2", "--out", str(tmp_path)]) == 0
+    assert "2 of 2 runs done, 0 failed" in capsys.readouterr().out
+    config = RunConfig.load(next(tmp_path.glob("*distillation-off_seed-0/config.json")))
+    assert (config.options.distillation, config.memory, config.width, config.options.augment) == (
+        "off",
+        5000,
+        8,
+        "simclr",
+    )
+    assert float(cells(tmp_path / "taskwise-trial.csv")["w/ RSD", "MOE", "average"]["ours"]) > 20  # chance is 10
+
+
+def test_list(capsys):
+    assert main(["list", "paper"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(TABLES)
+
+
+def test_pages_describe_every_flag_and_every_name(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    flags = {}
+    for command in ("run", "paper"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        flags[command] = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    page = PAGES["paper.md"].read_text()
+    own = flags["paper"] - flags["run"] | {"--preset", "--out", "--set"}
+    assert own > {"--seeds", "--workers", "--dry-run"}
+    for word in (*TABLES, *own):
+        assert f"`{word}" in page, word
+    assert "mose-fast paper NAME" in PAGES["command_line.md"].read_text()
+    commands = re.findall(r"mose-fast paper ([a-z0-9-]+)", PAGES["paper/README.md"].read_text())
+    assert set(commands) == set(TABLES)

@@ -1,0 +1,8 @@
+"""One thread for every test of a method."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def always_one_thread(one_thread):
+    """Of every test here."""

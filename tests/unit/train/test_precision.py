@@ -1,0 +1,68 @@
+"""Precision auto: a run keeps the precision that it began with, wherever it goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mose_fast.device import Choice
+from mose_fast.methods import create_learner
+from mose_fast.settings.run import RunConfig
+from mose_fast.train import Interrupted, resume, run
+from tests.unit.train.small import TWO_TASKS
+from tests.unit.train.stop_at import StopAt
+
+SETTINGS = {**TWO_TASKS, "width": 8}
+
+
+def _on_a_card(wanted: str, device: torch.device) -> Choice:
+    return Choice("bf16", "auto: a card's") if wanted == "auto" else Choice(wanted)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A machine on which auto is bf16; a function that goes back to one on which it is fp32."""
+    monkeypatch.setattr("mose_fast.learner.learner.choose_precision", _on_a_card)
+    return monkeypatch.undo
+
+
+def outcome(results: dict) -> dict:
+    names = ("accuracy", "buffer_accuracy", "untrained", "weights_sha256", "steps")
+    return {name: results[name] for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_a_run_that_began_in_bf16_goes_on_in_bf16(tmp_path, card, kernels):
+    config = RunConfig.create(**SETTINGS, kernels=kernels)
+    whole = run(config)
+    with pytest.raises(Interrupted):
+        run(config, out=tmp_path / "run", listeners=[StopAt(8)])
+    card()
+    results = resume(tmp_path / "run")
+    assert results["config"]["precision"] == "auto"
+    assert results["resolved"]["precision"] == "bf16" and results["resolved"]["reasons"] == {
+        "precision": "as the run began"
+    }
+    assert outcome(results) == outcome(whole)
+    assert outcome(run(config))["weights_sha256"] != results["weights_sha256"]
+
+
+def test_a_precision_that_was_asked_for_is_not_changed_by_a_state(card):
+    options = {"experts": 2, "buffer_batch": 12}
+    state = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options).state()
+    assert state[1]["precision"] == "bf16"
+    asked = create_learner(
+        method="mose", classes=4, width=1, memory=30, device="cpu", options=options, precision="tf32"
+    )
+    card()
+    open_ = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options)
+    for made, precision in ((asked, "tf32"), (open_, "bf16")):
+        made.load_state(*state)
+        assert made.precision.name == precision
+    # A state from before the precision was noted changes nothing.
+    del state[1]["precision"]
+    fresh = create_learner(method="mose", classes=4, width=1, memory=30, device="cpu", options=options)
+    fresh.load_state(*state)
+    assert fresh.precision.name == "fp32"
+    assert all(torch.equal(a, b) for a, b in zip(fresh.network.parameters(), open_.network.parameters(), strict=True))
