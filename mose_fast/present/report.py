@@ -20,7 +20,6 @@ from mose_fast.present.report_tables import (
     images,
     part_name,
     seeds,
-    sentence,
     streams,
     tables,
 )
@@ -134,7 +133,7 @@ def render_page(
             " show much."
         )
     notes += _notes(groups)
-    told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
+    told = [f"M = {memory}: {c.a} against {c.b}: {c.sentence()}." for memory, c in found[:_SENTENCES]]
     told += [f"And {len(found) - len(told)} more in the table."] if len(found) > len(told) else []
     early = ("accuracy", "anytime", "new-task-and-bof", "tradeoffs")
     sections = [
@@ -198,7 +197,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
             " matrix."
         )
     for what, told in (
-        ("Tuned by mose-fast tune", lambda g: g.runs[0].config["tuned"]),
+        ("Tuned by mose-fast tune", lambda g: g.first.config["tuned"]),
         ("Not the protocol of the paper's numbers", lambda g: ", ".join(deviations(g))),
     ):
         alike: dict[str | None, list[str]] = {}
