@@ -54,8 +54,8 @@ def digits(tmp_path_factory):
 
 @pytest.fixture
 def trial(digits):
-    """Arguments of a trial: width 8, 20 images for each of two tasks."""
-    return ["--stream", str(digits), "--tasks", "2", "--width", "8", "--limit-per-task", "20", "--device", "cpu"]
+    """Arguments of a trial: width 1, eight images for each of two tasks."""
+    return ["--stream", str(digits), "--tasks", "2", "--width", "1", "--limit-per-task", "8", "--device", "cpu"]
 
 
 class HereEngine:
