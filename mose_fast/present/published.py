@@ -26,7 +26,6 @@ __all__ = [
     "experts",
     "lookup",
     "method_name",
-    "methods",
     "numbers",
     "own_row",
 ]
@@ -166,20 +165,12 @@ def lookup(
     if method not in _NAMES or own_row(method)[1] != classifier:
         return None, None
     name = "MOE-MOSE" if expert == "mean" and method == "mose" else _NAMES[method]
-    acc, af = methods(data)[name].get(memory, (None, None))
+    row = numbers("tab:acc_af", data)[name]
+    acc, af = row.get(f"ACC-{memory}"), row.get(f"AF-{memory}")
     # The small memories on Tiny-ImageNet are of another protocol than the table's 100 tasks.
     if acc is None and data == "split-cifar100":
         acc = numbers("tab:small", data).get(name, {}).get(str(memory))
     return acc, af
-
-
-def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]]]:
-    """ACC and AF by method and memory: the rows of the paper's main table for a data set."""
-    forgetting = numbers("tab:acc_af", f"{data} AF")
-    return {
-        name: {int(memory): (acc, forgetting.get(name, {}).get(memory)) for memory, acc in by_memory.items()}
-        for name, by_memory in numbers("tab:acc_af", f"{data} ACC").items()
-    }
 
 
 def experts(data: str, memory: int) -> dict[tuple[str, str], float]:

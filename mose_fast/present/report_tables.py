@@ -56,8 +56,8 @@ def _main(groups: Sequence[Group]) -> Table:
         for view in dict.fromkeys(v for g in by_memory.values() for v in g.shown_views()):
             cells = [_spread(by_memory[m], name, view) if m in by_memory else None for name in _METRICS for m in sizes]
             table.rows.append([label, str(view), *cells])
-    for name, by_size in published.methods(data).items() if data else ():
-        row = [by_size.get(m, (None, None))[i] for i in range(2) for m in sizes]
+    for name, printed in published.numbers("tab:acc_af", data).items() if data else ():
+        row = [printed.get(f"{metric}-{m}") for metric in _METRICS.values() for m in sizes]
         if any(row):
             table.rows.append([name, "paper", *map(_published, row)])
     return table

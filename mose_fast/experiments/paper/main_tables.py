@@ -46,8 +46,8 @@ _STRANGE_NOTE = (
 
 def _entries(presets: Presets, stream: str, augment: str, *, all_methods: bool) -> tuple[Entry, ...]:
     """ACC and AF by memory of all methods or of MOSE alone; of MOE-MOSE with and without RSD."""
-    printed = {metric: numbers("tab:acc_af", f"{stream} {metric}") for metric in ("ACC", "AF")}
-    memories = [int(memory) for memory in printed["ACC"]["MOSE"]]
+    printed = numbers("tab:acc_af", stream)
+    memories = [int(column.partition("-")[2]) for column in printed["MOSE"] if column.startswith("ACC")]
     rows: list[tuple[str, str, str, list[dict[str, Any]]]] = []
     for method in BASELINES if all_methods else ():
         name, classifier = own_row(method)
@@ -63,20 +63,18 @@ def _entries(presets: Presets, stream: str, augment: str, *, all_methods: bool) 
     for name, classifier, expert, of_memory in rows:
         for memory, runs in zip(memories, of_memory, strict=True):
             for metric in (measures.average_accuracy(classifier, expert), measures.forgetting(classifier, expert)):
-                at = name.partition(",")[0], str(memory)
-                doubt = doubts(f"{stream} {metric.name}").get(at, "")
-                column, theirs = f"{metric.name} {thousands(memory)}", printed[metric.name][at[0]][at[1]]
-                entries.append(Entry(name, column, runs, metric, theirs, doubt=doubt))
+                theirs, at = name.partition(",")[0], f"{metric.name}-{memory}"
+                column, doubt = f"{metric.name} {thousands(memory)}", doubts(stream).get((theirs, at), "")
+                entries.append(Entry(name, column, runs, metric, printed[theirs][at], doubt=doubt))
     return tuple(entries)
 
 
 def _main_table(data: str, stream: str, parts: list[Part], presets: Presets) -> PaperTable:
     methods = {own_row(method)[0]: method for method in BASELINES}
-    doubtful = {
-        f"{metric} of {row} at {thousands(int(memory))} is not judged: {why}": [methods[row]]
-        for metric in ("ACC", "AF")
-        for (row, memory), why in doubts(f"{stream} {metric}").items()
-    }
+    doubtful = {}
+    for (row, column), why in doubts(stream).items():
+        metric, _, memory = column.partition("-")
+        doubtful[f"{metric} of {row} at {thousands(int(memory))} is not judged: {why}"] = [methods[row]]
     ranks = "Bold: the best of a column, italic: the second best, among ours and among the paper's numbers by"
     return PaperTable(
         f"All methods on {data} (tab:acc_af)",
