@@ -378,7 +378,7 @@ def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_f
     assert "The precision differs: " in page.read_text()
 
 
-def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):
+def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path, no_figures):
     make(0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -438,9 +438,10 @@ def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read
     assert len(read_page(page).tables["runs"]) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.html", "tables/main.tex", "figures/accuracy.pdf"])
-def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name):
+def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name, monkeypatch):
+    picture = Picture("accuracy", "title", "caption", b"<svg/>", b"%PDF")
+    monkeypatch.setattr("mose_fast.present.report.figures", lambda groups: [picture])
     make(0)
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
