@@ -431,10 +431,14 @@ def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read
     make(0, preset="paper")
     page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert (tmp_path / "out" / "tables" / "comparisons.md").exists()
-    (tmp_path / "out" / "mine.txt").write_text("kept")
+    mine = [tmp_path / "out" / name for name in ("mine.txt", "tables/thesis.tex")]
+    for file in mine:
+        file.write_text("kept")
+    (tmp_path / "out" / "tables" / ".main.csv.ab0_xyz9").touch()  # what a killed write leaves
     write_report([tmp_path / "runs" / "run-000"], tmp_path / "out")
     assert not (tmp_path / "out" / "tables" / "comparisons.md").exists()
-    assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
+    assert [file.read_text() for file in mine] == ["kept"] * 2
+    assert not list((tmp_path / "out").rglob(".*"))
     assert len(read_page(page).tables["runs"]) == 2
 
 
@@ -450,16 +454,6 @@ def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_p
         write_report([tmp_path / "runs"], tmp_path / "out")
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [file]
     assert file.read_text() == "mine"
-
-
-def test_a_file_between_those_of_a_report_stays(make, tmp_path, no_figures):
-    make(0)
-    write_report([tmp_path / "runs"], tmp_path / "out")
-    (tmp_path / "out" / "tables" / "thesis.tex").write_text("mine")
-    (tmp_path / "out" / "tables" / ".main.csv.ab0_xyz9").touch()  # what a killed write leaves
-    write_report([tmp_path / "runs"], tmp_path / "out")
-    assert (tmp_path / "out" / "tables" / "thesis.tex").read_text() == "mine"
-    assert not list((tmp_path / "out").rglob(".*"))
 
 
 def test_runs_on_different_data_of_one_name_are_refused(make, tmp_path, no_figures):

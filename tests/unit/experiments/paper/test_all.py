@@ -13,7 +13,7 @@ from mose_fast.experiments.paper import measured as measured_module
 from mose_fast.experiments.paper import reproduce
 from mose_fast.experiments.paper.description import CIFAR, TINY, Presets
 from mose_fast.experiments.paper.measured import Measured
-from mose_fast.experiments.paper.pages import Section, web_page
+from mose_fast.experiments.paper.pages import Section, text_page, web_page
 from mose_fast.experiments.paper.plan import all_plans
 from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.present.statistics import summarise
@@ -59,6 +59,7 @@ def test_from_end_to_end(tmp_path, engine, trial, capsys, only_svg):
     command = ["paper", "all", *common, "--methods", "er,scr"]
     first = engine(interrupt_in=3)
     assert main(command) == 130
+    assert "interrupted; to continue, run the same command again" in capsys.readouterr().err
     assert len(first.started) == 4
     (page,) = tmp_path.glob("*.html")
     runs = re.search(r'<p class="box">Unfinished: 1 of (\d+) runs have ended so far', page.read_text())[1]
@@ -66,13 +67,14 @@ def test_from_end_to_end(tmp_path, engine, trial, capsys, only_svg):
     second = engine()
     assert main(command) == 0
     told = capsys.readouterr().out
-    assert told.count("departs from the protocol: memory 64 instead of 1000") == 2  # once in each call
+    assert told.count("departs from the protocol: memory 64 instead of 1000") == 1
     assert list(tmp_path.glob("*.html")) == [page]
     assert page.name == "paper-er-scr-trial.html"
     assert "nfinished:" not in page.read_text() and f"{runs} runs, 1 seed" in page.read_text()
     assert f"page      {page}" in told
     # Each run once, whichever tables have it.
     assert second.resumed == [first.started[3]]
+    assert read_run(tmp_path / first.started[3])[1]["resumed"] == 1
     done = [*first.started[:3], *second.started]
     assert len(done) == len(set(done)) == len(list(tmp_path.glob("*/results.json")))
     # A table of the same runs has nothing to compute, and neither has the same command.
@@ -260,21 +262,37 @@ def test_documentation_counts_the_runs():
             assert int(row[preset == "paper" and row[1] != ""]) == len(plan.cells), plan.name
 
 
-def test_verdicts_and_ranks_are_marked():
+def test_verdicts_and_ranks_are_marked(tmp_path):
     """The main table, with our numbers a point above the paper's."""
     (plan,) = [plan for plan in all_plans([0, 1, 2], Presets(), {}, None) if plan.name == "table1-cifar"]
     ours = {e: summarise(e.paper.mean + 1 + d for d in (-0.1, 0, 0.1)) for e in plan.description.entries}
     measured = Measured(plan, ours)
     verdicts = measured.verdicts
+    passed, unsure = sum(v.passed for v in verdicts), sum(not v.sure for v in verdicts)
     text = web_page([Section(measured)])
     assert Page(text).open == []
     marks = re.findall(r'<span class="mark (pass|miss|none)( unsure)?"', text.split("<h2>", 1)[1])
     assert [kind for kind, _ in marks].count("none") == 3  # cells of the paper that cannot be right
     assert [kind for kind, _ in marks if kind != "none"] == ["pass" if v.passed else "miss" for v in verdicts]
-    assert sum(bool(unsure) for _, unsure in marks) == sum(not v.sure for v in verdicts) > 0
-    assert f"{sum(v.passed for v in verdicts)} of {len(verdicts)} pass" in text
+    assert sum(bool(pale) for _, pale in marks) == unsure > 0
+    assert f"{passed} of {len(verdicts)} pass" in text
     row = re.search(r'(?s)<th scope="row">MOE-MOSE, with RSD</th>(.*?)</tr>', text)[1]
     assert '<span class="best">38.4</span>' in row and '<span class="best">37.4</span>' in row
     row = re.search(r'(?s)<th scope="row">MOSE</th>(.*?)</tr>', text)[1]
     assert '<span class="second">36.1</span>' in row and '<span class="second">35.1</span>' in row
     assert "12.2" in text and "±\N{NO-BREAK SPACE}" not in text
+
+    text, table = text_page(measured, ())
+    assert f"{passed} of {len(verdicts)} judged cells pass; {unsure} of these verdicts are not sure" in text
+    assert "| MOSE | ours | *36.1 ± 0.1* |" in text and "| MOSE | paper | *35.1 ± 0.4* |" in text
+    (tmp_path / "cells.csv").write_text(table)
+    found = list(cells(tmp_path / "cells.csv").values())
+    assert [cell["verdict"] for cell in found if cell["verdict"] != "not judged"] == list(map(str, verdicts))
+    assert len(found) - len(verdicts) == 3
+    for cell in found:
+        relation, _, wanted = cell["to pass"].partition(" ")
+        better = {"": None, ">=": float.__ge__, "<=": float.__le__}[relation]
+        told = cell["verdict"].split(",")[0]
+        assert told == ("pass" if better(float(cell["ours"]), float(wanted)) else "miss") if better else "not judged"
+        if cell["verdict"] in ("pass", "miss"):
+            assert not float(cell["interval low"]) < float(wanted) < float(cell["interval high"])
