@@ -269,7 +269,6 @@ def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
 
 
 def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
-    """The result of :func:`comparisons` as a table."""
     table = Table(
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"

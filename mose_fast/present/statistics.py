@@ -1,9 +1,6 @@
 """Statistics over seeds: what a mean is worth, whether one setting beats another, and whether two
-runs may be compared at all.
-
-Everything works on plain numbers by seed and on rows of the store (:mod:`mose_fast.runs.store`),
-in whatever unit they come; the sentences take fractions in [0, 1] and speak of points, which are
-percent of all images. scipy does the mathematics.
+runs may be compared at all. Sentences take fractions in [0, 1] and speak of points, percent of all
+images.
 """
 
 from __future__ import annotations
@@ -104,12 +101,12 @@ class Comparison:
     """Setting ``a`` against setting ``b`` over the seeds that both have.
 
     Attributes:
-        seeds: The common seeds, ascending.
+        seeds: The common seeds, ascending; with fewer than two all that follows is NaN.
         difference: Mean of a - b.
-        interval: Ends of the t interval of the difference; NaN with fewer than two seeds.
-        t_p: Two-sided p value of the paired t test; NaN with fewer than two seeds.
+        interval: Ends of the 95 % t interval of the difference.
+        t_p: Two-sided p value of the paired t test.
         wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences
-            without ties or zeros; NaN with fewer than two seeds.
+            without ties or zeros.
         effect_size: Cohen's d of the paired differences: their mean over their standard deviation;
             infinite where they are all the same and not 0; NaN with fewer than three seeds, since
             two differences hardly tell their deviation.
@@ -314,7 +311,6 @@ def _first(texts: Sequence[str], most: int) -> str:
 
 
 def _by(rows: Iterable[Mapping[str, Any]], column: str) -> dict[Any, list[Mapping[str, Any]]]:
-    """The rows by their value of a column."""
     found: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(row[column], []).append(row)

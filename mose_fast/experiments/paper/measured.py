@@ -142,7 +142,6 @@ def place(results: Results) -> str:
 
 
 def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], float]:
-    """The values that runs have of an entry's metric, by seed and place."""
     values = entry.metric.combine([run.values[entry.metric] for run in runs]) if runs else []
     return {
         (run.cell.config.seed, place(run.facts)): value

@@ -131,7 +131,6 @@ def _marked(cell: Cell, rank: int | None) -> Cell:
 
 
 def _long_table(measured: Measured) -> Table:
-    """One row for each cell."""
     table = Table("cells", "", spreads=("ours", "paper"), intervals=("interval",))
     for part in measured.plan.description.parts:
         digits = part.digits + 1

@@ -147,7 +147,6 @@ def _points(panel: Panel) -> _Points:
 
 
 def _published(panel: Panel, points: _Points) -> dict[str, dict[int, float]]:
-    """The paper's numbers, by row and place."""
     found = {
         row: {x: entry.paper.mean for x, entry in by_place.items() if entry.paper} for row, by_place in points.items()
     }
@@ -199,7 +198,6 @@ def _explain(axis: Axes, seeds: Sequence[int], *, theirs: bool, bars: bool) -> N
 
 
 def _faint(colour: str) -> dict[str, Any]:
-    """How the paper's numbers look."""
     line = {"linestyle": "none", "markersize": 4.5, "markeredgewidth": 0.8, "markerfacecolor": "none"}
     return {**line, "markeredgecolor": colour, "alpha": 0.5, "zorder": 1}
 

@@ -22,8 +22,7 @@ class Plan:
     """The runs behind a table of the paper.
 
     Args:
-        changes: Settings by dotted name that all runs get, whatever the paper says; those that a
-            method does not have are left out for its runs.
+        changes: Settings by dotted name that all runs get whose method has them.
 
     Attributes:
         left_out: Those of ``without`` that the table would have rows of.
@@ -190,7 +189,6 @@ def _check_methods(name: str, methods: Sequence[str], there: Sequence[str]) -> N
 
 
 def _key(runs: Mapping[str, Any]) -> str:
-    """A text that is equal for equal settings."""
     return json.dumps(runs, sort_keys=True)
 
 

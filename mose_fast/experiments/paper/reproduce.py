@@ -56,22 +56,18 @@ def run_table(
     ``NAME.md``, ``NAME.csv``, the figures that the table has and ``NAME.html``, which shows them:
     with what there is as runs finish, and when all have ended.
 
-    Runs that depart from the paper's protocol are not judged, and the files are called
-    ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
-    names contain them.
-
     Args:
-        name: The table's name, a key of :data:`.tables.TABLES`; or ``all``: all
-            tables, and ``paper.html``, which shows them on one page.
-        out: Folder of the tables and of the runs, as in a sweep. Tables in the same folder share
-            their common runs.
+        name: The table's name, a key of :data:`.tables.TABLES`; or ``all``: all tables, and
+            ``paper.html``, which shows them on one page.
+        out: Folder of the tables and of the runs, as in a sweep. Tables in it share common runs.
+        preset: MOSE's, ``released`` or ``paper``. The files' names contain what is not usual.
         baselines: The preset of all other methods, ``table`` or ``sources``.
         methods: The methods whose rows the table shall have; None: all. Of all tables, those
             without any are left out.
         without: The data sets whose rows the table shall not have, by names or parts of names:
             ``tiny``.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
-            there is no pass or fail.
+            the files are called ``NAME-trial``, and there is no pass or fail.
 
     Returns:
         The path of ``NAME.md`` or ``paper.html``, None after a dry run; and the runs that could not
@@ -188,7 +184,6 @@ def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
 
 
 def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
-    """Refuses to replace files that ``mose-fast paper`` did not write."""
     others = [page.with_suffix(".csv"), *figures]
     try:
         ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")

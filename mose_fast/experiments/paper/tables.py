@@ -277,7 +277,6 @@ def _classifier(presets: Presets) -> PaperTable:
 
 
 def _two_rows(source: str, what: str, average: list[Part], final: list[Part]) -> Figure:
-    """A figure of average accuracies above final ones."""
     caption = (
         f"{what}, at three memory sizes: (a) to (c) average accuracy over the tasks so far, after each task; (d) to (f)"
         " final accuracy on each task, after the last one."
