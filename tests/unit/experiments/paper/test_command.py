@@ -209,8 +209,8 @@ def test_bad_input(tmp_path, capsys, arguments, message):
 
 
 @pytest.mark.slow
-def test_with_workers_of_its_own(tmp_path, trial, capsys):
-    large = ["--width", "8", "--limit-per-task", "20", "--workers", "2"]
+def test_with_a_worker_of_its_own(tmp_path, trial, capsys):
+    large = ["--width", "8", "--limit-per-task", "20", "--workers", "1"]
     assert main(["paper", "taskwise", *trial, *large, "--seeds", "0", "--out", str(tmp_path)]) == 0
     assert "2 of 2 runs done, 0 failed" in capsys.readouterr().out
     config = RunConfig.load(next(tmp_path.glob("*distillation-off_seed-0/config.json")))
