@@ -26,7 +26,6 @@ __all__ = [
     "experts",
     "lookup",
     "method_name",
-    "methods",
     "numbers",
     "own_row",
 ]
@@ -65,7 +64,6 @@ _NAMES = {
     "ssil": "SS-IL",
     "mose": "MOSE",
 }
-_MEAN_OF_EXPERTS = "MOE-MOSE"
 # Names in full, and of methods that the paper does not have.
 _OTHER_NAMES = {"er": "experience replay", "finetune": "fine-tuning", "joint": "joint training"}
 
@@ -157,35 +155,22 @@ def deviations(config: Mapping[str, Any], tasks: int) -> list[str]:
 
 def lookup(
     method: str, classifier: str, expert: str, data: str, memory: int
-) -> tuple[str, Published | None, Published | None] | None:
-    """The paper's name, ACC and AF for one of our classifiers.
+) -> tuple[Published | None, Published | None]:
+    """The paper's ACC and AF for one of our classifiers, None where it has none.
 
     Args:
         classifier: ``ncm`` or ``linear``.
         expert: ``last`` or ``mean``.
-
-    Returns:
-        None where the paper has no such row.
     """
     if method not in _NAMES or own_row(method)[1] != classifier:
-        return None
-    name = _NAMES[method]
-    if expert == "mean" and method == "mose":
-        name = _MEAN_OF_EXPERTS
-    acc, af = methods(data)[name].get(memory, (None, None))
+        return None, None
+    name = "MOE-MOSE" if expert == "mean" and method == "mose" else _NAMES[method]
+    row = numbers("tab:acc_af", data)[name]
+    acc, af = row.get(f"ACC-{memory}"), row.get(f"AF-{memory}")
     # The small memories on Tiny-ImageNet are of another protocol than the table's 100 tasks.
     if acc is None and data == "split-cifar100":
         acc = numbers("tab:small", data).get(name, {}).get(str(memory))
-    return name, acc, af
-
-
-def methods(data: str) -> dict[str, dict[int, tuple[Published, Published | None]]]:
-    """ACC and AF by method and memory: the rows of the paper's main table for a data set."""
-    forgetting = numbers("tab:acc_af", f"{data} AF")
-    return {
-        name: {int(memory): (acc, forgetting.get(name, {}).get(memory)) for memory, acc in by_memory.items()}
-        for name, by_memory in numbers("tab:acc_af", f"{data} ACC").items()
-    }
+    return acc, af
 
 
 def experts(data: str, memory: int) -> dict[tuple[str, str], float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mose_fast._version import __version__
 from mose_fast.present.page import fill
-from mose_fast.present.report_figures import Picture, figures
+from mose_fast.present.report_figures import figures
 from mose_fast.present.report_runs import Group, Skipped, group_runs, read_folders
 from mose_fast.present.report_tables import (
     comparison_table,
@@ -20,12 +20,11 @@ from mose_fast.present.report_tables import (
     images,
     part_name,
     seeds,
-    sentence,
     streams,
     tables,
 )
 from mose_fast.present.statistics import FEW_SEEDS, check_comparable
-from mose_fast.present.table import Table, counted
+from mose_fast.present.table import counted
 from mose_fast.runs.files import RunError, remove_leftovers, write_atomically
 from mose_fast.runs.lock import FolderLock
 
@@ -71,14 +70,7 @@ def write_report(
     groups, repeated = group_runs(runs)
     skipped += repeated
     warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
-    page, all_tables, pictures = render_page(groups, skipped, warnings)
-
-    contents: dict[str, str | bytes] = {_PAGE: page}
-    for table in all_tables:
-        for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
-            contents[f"tables/{table.name}.{ending}"] = text
-    for picture in pictures:
-        contents |= {f"figures/{picture.name}.svg": picture.svg, f"figures/{picture.name}.pdf": picture.pdf}
+    contents = render_page(groups, skipped, warnings)
     out = folders[0] / "report" if out is None else Path(out)
     try:
         for name in ("tables", "figures"):
@@ -118,15 +110,19 @@ def _remove_earlier(out: Path, contents: Iterable[str]) -> None:
         remove_leftovers(folder, {re.escape(Path(name).name) for name in (*own, *contents)})
 
 
-def render_page(
-    groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]
-) -> tuple[str, list[Table], list[Picture]]:
-    """The HTML of a report, and the tables and figures in it."""
+def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]) -> dict[str, str | bytes]:
+    """The files of a report by their paths in its folder, the page first."""
     pictures = figures(groups)
     by_name = {table.name: table for table in tables(groups)}
     found = comparisons(groups)
     if found:
         by_name["comparisons"] = comparison_table(found)
+    contents: dict[str, str | bytes] = {}
+    for name, table in by_name.items():
+        for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):
+            contents[f"tables/{name}.{ending}"] = text
+    for picture in pictures:
+        contents |= {f"figures/{picture.name}.svg": picture.svg, f"figures/{picture.name}.pdf": picture.pdf}
     notes = [f"{w[:1].upper()}{w[1:]}." for w in warnings]
     if few := sum(len(c.seeds) < FEW_SEEDS for _, c in found):
         notes.append(
@@ -134,7 +130,7 @@ def render_page(
             " show much."
         )
     notes += _notes(groups)
-    told = [sentence(memory, c) for memory, c in found[:_SENTENCES]]
+    told = [f"M = {memory}: {c.a} against {c.b}: {c.sentence()}." for memory, c in found[:_SENTENCES]]
     told += [f"And {len(found) - len(told)} more in the table."] if len(found) > len(told) else []
     early = ("accuracy", "anytime", "new-task-and-bof", "tradeoffs")
     sections = [
@@ -156,11 +152,9 @@ def render_page(
         f" AF: average forgetting. Every table is in tables/ as {', '.join(FORMATS)}, every figure"
         f" in figures/ as pdf and svg. mose-fast {__version__}."
     )
-    own = [f"tables/{name}.{ending}" for name in by_name for ending in FORMATS]
-    own += [f"figures/{picture.name}.{ending}" for picture in pictures for ending in ("svg", "pdf")]
     page = fill(
         "report.html",
-        mark=(_OWN_FILES, " ".join(own)),
+        mark=(_OWN_FILES, " ".join(contents)),
         title=heading,
         heading=heading,
         lead=lead,
@@ -170,7 +164,7 @@ def render_page(
         runs=by_name["runs"],
         skipped=[f"{s.folder}: {s.reason}" for s in skipped],
     )
-    return page, list(by_name.values()), pictures
+    return {_PAGE: page, **contents}
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
@@ -198,7 +192,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
             " matrix."
         )
     for what, told in (
-        ("Tuned by mose-fast tune", lambda g: g.runs[0].config["tuned"]),
+        ("Tuned by mose-fast tune", lambda g: g.first.config["tuned"]),
         ("Not the protocol of the paper's numbers", lambda g: ", ".join(deviations(g))),
     ):
         alike: dict[str | None, list[str]] = {}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mose_fast.present.drawing import COLOURS, STYLE, Look, curve, files, grid, legend, looks_of
-from mose_fast.present.report_runs import Group, Run
+from mose_fast.present.report_runs import Group
 from mose_fast.present.report_tables import images, part_name, seeds
 from mose_fast.present.statistics import summarise
 from mose_fast.present.table import counted
-from mose_fast.runs.lettering import lettering
+from mose_fast.runs.figure import lettering
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,26 +50,25 @@ def figures(groups: Sequence[Group]) -> list[Picture]:
     # Not at the top: matplotlib takes half a second that other commands need not pay.
     from matplotlib import rc_context
 
+    looks = looks_of(g.label for g in groups)
     with rc_context(STYLE), lettering(g.name for g in groups):
         made = [
-            draw(groups)
+            draw(groups, looks)
             for draw in (_curves, _anytime, _new_and_overfitted, _tradeoffs, _matrices, _confusions, _times)
         ]
         return [picture for picture in made if picture is not None]
 
 
-def _curves(groups: Sequence[Group]) -> Picture | None:
-    panels, left_out = _by_memory([g for g in groups if len(_evaluated(g)) > 1])
+def _curves(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture | None:
+    panels, left_out = _by_memory([g for g in groups if len(g.first.evaluated) > 1])
     if not panels:
         return None
-    looks = looks_of(g.label for g in groups)
     figure, axes = grid(len(panels))
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
         for g in shown:
-            at = _evaluated(g)
-            _band(axis, at + 1, 100 * np.array([run.running[run.view][at] for run in g.runs]), looks[g.label], g.label)
+            _band(axis, g.first.evaluated + 1, 100 * np.array([run.running for run in g.runs]), looks[g.label], g.label)
         classes = {tuple(run.row[k] for k in ("classes", "tasks")) for g in shown for run in g.runs}
-        if len(classes) == 1 and all(run.boundaries for g in shown for run in g.runs):
+        if len(classes) == 1 and part_name(shown) == "task":
             ((total, tasks),) = classes
             seen = np.arange(1, tasks + 1)
             axis.plot(seen, 100 * tasks / (total * seen), color="0.5", linewidth=1, linestyle=":", label="chance")
@@ -91,20 +90,23 @@ def _curves(groups: Sequence[Group]) -> Picture | None:
     return _picture("accuracy", title, caption, figure)
 
 
-def _anytime(groups: Sequence[Group]) -> Picture | None:
+def _anytime(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture | None:
     # Runs of a group that were evaluated at other times are not averaged.
-    together = [g for g in groups if len({_evaluated_at(run) for run in g.runs}) == 1 and g.runs[0].anytime]
+    together = [
+        g
+        for g in groups
+        if g.first.anytime and len({tuple(run.anytime.images) if run.anytime else None for run in g.runs}) == 1
+    ]
     panels, left_out = _by_memory(together)
     if not panels:
         return None
-    looks = looks_of(g.label for g in groups)
     figure, axes = grid(len(panels))
     for axis, (memory, shown) in zip(axes, panels.items(), strict=True):
-        for end in {int(at) for g in shown for at in g.runs[0].anytime.task_ends}:
+        for end in {int(at) for g in shown for at in g.first.anytime.task_ends}:
             axis.axvline(end, color="0.8", linewidth=0.8, zorder=0)
         for g in shown:
             curves = 100 * np.array([run.anytime.accuracy for run in g.runs])
-            _band(axis, g.runs[0].anytime.images, curves, looks[g.label], g.label)
+            _band(axis, g.first.anytime.images, curves, looks[g.label], g.label)
         axis.set(title=f"M = {memory}", xlabel="images seen", ylim=(0, 100))
         axis.grid(axis="x", visible=False)
     _label_left(axes, "accuracy on the classes seen (%)")
@@ -114,27 +116,24 @@ def _anytime(groups: Sequence[Group]) -> Picture | None:
         f"Accuracy at any time: on {' or '.join(map(str, sizes))} fixed {images(together)} images of the classes seen"
         " so far, by the classifier of predict(), against the images that have arrived; vertical lines are ends of"
         f" {part_name(together)}s. There, class means are of the whole memory; between them, of a few stored"
-        " images of each class."
-        f" {_band_text(together)}{left_out}"
+        f" images of each class. {_band_text(together)}{left_out}"
     )
     return _picture("anytime", "Accuracy at any time", caption, figure)
 
 
-def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
-    panels, left_out = _by_memory([g for g in groups if g.runs[0].tasks > 1])
+def _new_and_overfitted(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture | None:
+    panels, left_out = _by_memory([g for g in groups if g.first.tasks > 1])
     if not panels:
         return None
-    looks = looks_of(g.label for g in groups)
     figure, axes = grid(2 * len(panels), columns=2, share=False)
-    for (memory, shown), (new, bof) in zip(panels.items(), zip(axes[::2], axes[1::2], strict=True), strict=True):
+    for (memory, shown), new, bof in zip(panels.items(), axes[::2], axes[1::2], strict=True):
         for g in shown:
-            tasks = np.arange(1, g.runs[0].tasks + 1)
+            tasks = np.arange(1, g.first.tasks + 1)
             if all(run.complete for run in g.runs):
                 _band(new, tasks, 100 * np.array([np.diagonal(run.matrix) for run in g.runs]), looks[g.label], g.label)
-            _band(bof, tasks, np.array([run.bof[run.view] for run in g.runs]), looks[g.label], g.label)
-        most = max(run.tasks for g in shown for run in g.runs)
+            _band(bof, tasks, np.array([run.bof for run in g.runs]), looks[g.label], g.label)
         for axis in (new, bof):
-            _whole_ticks(axis, most)
+            _whole_ticks(axis, max(run.tasks for g in shown for run in g.runs))
         new.set(title=f"new task, M = {memory}", xlabel="task", ylabel="accuracy just after it (%)", ylim=(0, 100))
         bof.set(title=f"buffer overfitting, M = {memory}", xlabel="task", ylabel="BOF after the last task")
     legend(figure, axes)
@@ -147,26 +146,23 @@ def _new_and_overfitted(groups: Sequence[Group]) -> Picture | None:
     return _picture("new-task-and-bof", "New tasks and buffer overfitting", caption, figure)
 
 
-def _tradeoffs(groups: Sequence[Group]) -> Picture:
+def _tradeoffs(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture:
     from matplotlib.transforms import ScaledTranslation
 
-    looks = looks_of(g.label for g in groups)
     on_gpu = all(run.row["peak_bytes_device"] is not None for g in groups for run in g.runs)
-    column = "peak_bytes_device" if on_gpu else "peak_bytes"
-    seconds = [_mean([run.row["seconds_total"] for run in g.runs]) for g in groups]
-    peaks = [_mean([run.row[column] / 2**20 for run in g.runs]) for g in groups]
-    acc = [100 * _acc(g) for g in groups]
-    ends = 100 * np.array([_ends(list(g.values("acc", g.view).values())) for g in groups])
-    sizes = sorted({g.memory for g in groups})
-    labels = list(looks)
+    seconds = [_mean_of(g, "seconds_total") for g in groups]
+    peaks = [_mean_of(g, "peak_bytes_device" if on_gpu else "peak_bytes", 2**20) for g in groups]
+    acc = [100 * g.acc.mean for g in groups]
+    ends = 100 * np.array([g.acc.t_interval for g in groups])
+    sizes, labels = sorted({g.memory for g in groups}), list(looks)
     figure, axes = grid(3, columns=3)
     for x, axis in ((seconds, axes[0]), (peaks, axes[1]), ([float(g.memory) for g in groups], axes[2])):
         for g, at, y, (low, high) in zip(groups, x, acc, ends, strict=True):
             look = looks[g.label]
             # Side by side where all settings share few memory sizes.
-            aside = (
-                5 * (labels.index(g.label) - (len(labels) - 1) / 2) if axis is axes[2] and len(labels) <= CURVES else 0
-            )
+            aside = 0.0
+            if axis is axes[2] and len(labels) <= CURVES:
+                aside = 5 * (labels.index(g.label) - (len(labels) - 1) / 2)
             place = axis.transData + ScaledTranslation(aside / 72, 0, figure.dpi_scale_trans)
             axis.plot([at, at], [low, high], color=look.colour, linewidth=1, alpha=0.5, transform=place)
             size = 6.0 if axis is axes[2] else 4 + 5 * sizes.index(g.memory) / max(1, len(sizes) - 1)
@@ -207,8 +203,9 @@ def _tradeoffs(groups: Sequence[Group]) -> Picture:
     return _picture("tradeoffs", "Accuracy against cost", caption, figure)
 
 
-def _matrices(groups: Sequence[Group]) -> Picture | None:
-    shown, left_out = _best([g for g in groups if all(run.complete for run in g.runs) and g.runs[0].tasks > 1], PANELS)
+def _matrices(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture | None:
+    complete = [g for g in groups if all(run.complete for run in g.runs) and g.first.tasks > 1]
+    shown, left_out = _best(complete, PANELS)
     if not shown:
         return None
     parts = [(g, 100 * np.mean([run.matrix for run in g.runs], axis=0)) for g in shown]
@@ -220,8 +217,8 @@ def _matrices(groups: Sequence[Group]) -> Picture | None:
     return _picture("accuracy-matrix", "Accuracy matrix", caption, figure)
 
 
-def _confusions(groups: Sequence[Group]) -> Picture | None:
-    shown, left_out = _best([g for g in groups if g.runs[0].tasks > 1], PANELS)
+def _confusions(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture | None:
+    shown, left_out = _best([g for g in groups if g.first.tasks > 1], PANELS)
     if not shown:
         return None
     parts = []
@@ -239,16 +236,13 @@ def _confusions(groups: Sequence[Group]) -> Picture | None:
     return _picture("confusion", "Confusion by task", caption, figure)
 
 
-def _times(groups: Sequence[Group]) -> Picture:
+def _times(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture:
     shown, left_out = _best(groups, BARS)
     figure, (axis,) = grid(1, width=7.5, height=0.9 + 0.32 * len(shown))
     rows = range(len(shown))
     left = np.zeros(len(shown))
     for phase, (colour, hatch) in _PHASES.items():
-        told = [
-            [run.row[f"seconds_{phase}"] for run in g.runs if run.row[f"seconds_{phase}"] is not None] for g in shown
-        ]
-        seconds = np.array([_mean(values or [0.0]) for values in told])
+        seconds = np.array([_mean_of(g, f"seconds_{phase}") for g in shown])
         axis.barh(rows, seconds, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=phase)
         left += seconds
     axis.set_yticks(rows, [f"{g.name} (n = {g.n})" for g in shown])
@@ -304,38 +298,21 @@ def _band(axis: Axes, x: NDArray[np.int64], values: NDArray[np.float64], look: L
     if np.isnan(values).all():
         return
     columns = [column[~np.isnan(column)] for column in values.T]
-    curve(axis, x, [summarise(column, resamples=0) if len(column) else None for column in columns], look, label)
+    curve(axis, x, [summarise(column) if len(column) else None for column in columns], look, label)
 
 
-def _mean(values: Sequence[float] | NDArray[np.float64]) -> float:
-    return summarise(values, resamples=0).mean
-
-
-def _ends(values: Sequence[float] | NDArray[np.float64]) -> tuple[float, float]:
-    return summarise(values, resamples=0).t_interval
-
-
-def _evaluated_at(run: Run) -> tuple[int, ...] | None:
-    """How many images had arrived at each evaluation; None if there was none between task ends."""
-    return None if run.anytime is None else tuple(run.anytime.images.tolist())
-
-
-def _evaluated(g: Group) -> NDArray[np.int64]:
-    return np.array(g.runs[0].facts["evaluated_after"])
-
-
-def _acc(g: Group) -> float:
-    return _mean(list(g.values("acc", g.view).values()))
+def _mean_of(g: Group, column: str, unit: int = 1) -> float:
+    """The mean of a column of the store over the runs that have it; 0 where none has."""
+    found = [run.row[column] / unit for run in g.runs if run.row[column] is not None]
+    return summarise(found or [0.0]).mean
 
 
 def _by_memory(groups: Sequence[Group]) -> tuple[dict[int, list[Group]], str]:
     """Groups by memory, the best of each, and a sentence about those left out."""
     sizes = sorted({g.memory for g in groups})[:PANELS]
     panels = {memory: _ranked([g for g in groups if g.memory == memory], CURVES) for memory in sizes}
-    left_out = len(groups) - sum(map(len, panels.values()))
-    return panels, _left_out(
-        left_out, f"up to {CURVES} settings a panel, those with the highest ACC, and up to {PANELS} memory sizes"
-    )
+    rule = f"up to {CURVES} settings a panel, those with the highest ACC, and up to {PANELS} memory sizes"
+    return panels, _left_out(len(groups) - sum(map(len, panels.values())), rule)
 
 
 def _best(groups: Sequence[Group], most: int) -> tuple[list[Group], str]:
@@ -345,8 +322,8 @@ def _best(groups: Sequence[Group], most: int) -> tuple[list[Group], str]:
 
 def _ranked(groups: Sequence[Group], most: int) -> list[Group]:
     """The ``most`` groups with the highest ACC, in their own order."""
-    kept = sorted(sorted(range(len(groups)), key=lambda i: -_acc(groups[i]))[:most])
-    return [groups[i] for i in kept]
+    kept = sorted(range(len(groups)), key=lambda i: -groups[i].acc.mean)[:most]
+    return [groups[i] for i in sorted(kept)]
 
 
 def _left_out(number: int, rule: str) -> str:

@@ -5,30 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from mose_fast.present import published
 from mose_fast.present.report_runs import Group, View
-from mose_fast.present.statistics import Comparison, Summary, compare_all, holm, summarise
+from mose_fast.present.statistics import Comparison, compare_all, holm, summarise
 from mose_fast.present.table import Cell, Interval, Number, Spread, Table, counted
 
-__all__ = [
-    "WIDE",
-    "comparison_table",
-    "comparisons",
-    "deviations",
-    "images",
-    "part_name",
-    "seeds",
-    "sentence",
-    "streams",
-    "tables",
-]
+__all__ = ["comparison_table", "comparisons", "deviations", "images", "part_name", "seeds", "streams", "tables"]
 
-#: Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
-#: row per task.
-WIDE = 20
+# Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
+# row per task.
+_WIDE = 20
 
 _METRICS = {"acc": "ACC", "af_paper": "AF"}
 _NO_METRICS = (
@@ -39,52 +29,44 @@ _NO_METRICS = (
 
 def tables(groups: Sequence[Group]) -> list[Table]:
     """All tables but the comparisons, in the order of the page."""
-    makers = (_main, _estimates, _experts, _tasks, _cost, _size, _runs)
-    return [make(groups) for make in makers]
+    return [make(groups) for make in (_main, _estimates, _experts, _tasks, _cost, _size, _runs)]
 
 
 def _main(groups: Sequence[Group]) -> Table:
     """ACC and AF by method and memory in the paper's form, any of its rows for the stream below."""
     data = _paper_data(groups)
     sizes = sorted({g.memory for g in groups})
+    about = f"The paper has no numbers for {images(groups)} images of {streams(groups)}"
+    if data:
+        about = f"Rows 'paper' are the paper's numbers, means of {published.RUNS} runs"
+    if any(g.first.config["method"] == "mose" for g in groups):
+        about += "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts"
+    columns = [f"{name} M={m}" for name in _METRICS.values() for m in sizes]
     table = Table(
         "main",
-        f"ACC and AF (the paper's definition) in percent by memory M, mean ± standard deviation over {seeds(groups)}. "
-        + (
-            "Rows 'paper' are the paper's numbers, means of 15 runs"
-            if data
-            else f"The paper has no numbers for {images(groups)} images of {streams(groups)}"
-        )
-        + (
-            "; its MOSE is the NCM classifier of the last expert, its MOE-MOSE that of the mean of experts. "
-            if any(g.runs[0].config["method"] == "mose" for g in groups)
-            else ". "
-        )
-        + _NO_METRICS,
-        ["method", "classifier", *(f"{name} M={m}" for name in _METRICS.values() for m in sizes)],
+        "ACC and AF (the paper's definition) in percent by memory M, mean ± standard deviation over"
+        f" {seeds(groups)}. {about}. {_NO_METRICS}",
+        ["method", "classifier", *columns],
+        spreads=columns,
     )
-    table.spreads = table.columns[2:]
     by_label: dict[str, dict[int, Group]] = {}
     for g in groups:
         by_label.setdefault(g.label, {})[g.memory] = g
     for label, by_memory in by_label.items():
-        views = dict.fromkeys(v for g in by_memory.values() for v in g.shown_views())
-        for view in views:
-            cells = [
-                _spread(by_memory[m], metric, view) if m in by_memory else None for metric in _METRICS for m in sizes
-            ]
+        for view in dict.fromkeys(v for g in by_memory.values() for v in g.shown_views()):
+            cells = [_spread(by_memory[m], name, view) if m in by_memory else None for name in _METRICS for m in sizes]
             table.rows.append([label, str(view), *cells])
-    if data:
-        for name, by_size in published.methods(data).items():
-            row = [by_size.get(m, (None, None))[i] for i in range(2) for m in sizes]
-            if any(row):
-                table.rows.append([name, "paper", *map(_published, row)])
+    for name, printed in published.numbers("tab:acc_af", data).items() if data else ():
+        row = [printed.get(f"{metric}-{m}") for metric in _METRICS.values() for m in sizes]
+        if any(row):
+            table.rows.append([name, "paper", *map(_published, row)])
     return table
 
 
 def _estimates(groups: Sequence[Group]) -> Table:
     data = _paper_data(groups)
     theirs = "Paper: its numbers for the same data set and memory; difference: our ACC minus the paper's, where "
+    shown = ("ACC", "AF", "AF released", "anytime (task ends)", "anytime (stream)", "untrained")
     table = Table(
         "estimates",
         f"Each mean with its 95 % intervals by Student's t and by bootstrap over n seeds ({seeds(groups)}), in percent."
@@ -92,41 +74,35 @@ def _estimates(groups: Sequence[Group]) -> Table:
         f" over the ends of {part_name(groups)}s, and accuracy on the classes seen averaged over the stream where it"
         " was measured every few batches (evaluate_every). Untrained: ACC of the network before training, with the same"
         " memory. " + (f"{theirs}protocols agree. " if data else "") + _NO_METRICS,
-        spreads=(
-            "ACC",
-            "AF",
-            "AF released",
-            "anytime (task ends)",
-            "anytime (stream)",
-            "untrained",
-            "paper ACC",
-            "paper AF",
-        ),
+        spreads=(*shown, "paper ACC", "paper AF"),
         intervals=("ACC 95 % t", "ACC 95 % bootstrap", "AF 95 % t"),
     )
     for g in groups:
         for view in g.shown_views():
-            acc = g.values("acc", view).values()
-            t_interval, bootstrap_interval = _intervals(acc)
+            acc, af = ([100 * v for v in g.values(metric, view).values()] for metric in _METRICS)
+            several, s = len(acc) > 1, summarise(acc)
             row: dict[str, Cell] = {
                 "method": g.label,
                 "classifier": str(view),
                 "M": g.memory,
                 "n": g.n,
-                "ACC": _spread(g, "acc", view),
-                "ACC 95 % t": t_interval,
-                "ACC 95 % bootstrap": bootstrap_interval,
-                "AF": _spread(g, "af_paper", view),
-                "AF 95 % t": _intervals(g.values("af_paper", view).values())[0],
+                "ACC": _plain(acc),
+                "ACC 95 % t": Interval(*s.t_interval) if several else None,
+                "ACC 95 % bootstrap": Interval(*s.bootstrap_interval) if several else None,
+                "AF": _plain(af),
+                "AF 95 % t": Interval(*summarise(af).t_interval) if len(af) > 1 else None,
                 "AF released": _spread(g, "af_released", view),
                 "anytime (task ends)": _spread(g, "average_anytime_accuracy", view),
-                "anytime (stream)": _spread_of(run.anytime.average[view] for run in g.runs if run.anytime is not None),
-                "untrained": _spread_of(run.untrained[view] for run in g.runs),
+                "anytime (stream)": _plain(100 * run.anytime.average[view] for run in g.runs if run.anytime),
+                "untrained": _plain(100 * run.untrained[view] for run in g.runs),
             }
             if data:
-                _, their_acc, their_af = _lookup(g, view) or (None, None, None)
+                their_acc = their_af = None
+                if expert := {g.mean: "mean", g.last: "last"}.get(view.expert):
+                    method = g.first.config["method"]
+                    their_acc, their_af = published.lookup(method, view.classifier, expert, data, g.memory)
                 fair = their_acc is not None and not deviations(g)
-                difference = Number(100 * _summary(acc).mean - their_acc.mean) if fair else None
+                difference = Number(s.mean - their_acc.mean) if fair else None
                 row |= {"paper ACC": _published(their_acc), "paper AF": _published(their_af), "difference": difference}
             table.add(row)
     return table
@@ -147,10 +123,9 @@ def _experts(groups: Sequence[Group]) -> Table:
     )
     theirs: dict[int, list[Cell]] = {}
     for g in groups:
-        cells = [_spread(g, "acc", view) if view in g.runs[0].views else None for view in views.values()]
-        table.rows.append([g.label, g.memory, g.n, *cells])
-        data, method = published.dataset(g.runs[0].config), g.runs[0].config["method"]
-        if data and method == "mose" and (printed := published.experts(data, g.memory)):
+        table.rows.append([g.label, g.memory, g.n, *(_spread(g, "acc", view) for view in views.values())])
+        data = published.dataset(g.first.config)
+        if data and g.first.config["method"] == "mose" and (printed := published.experts(data, g.memory)):
             theirs[g.memory] = [Number(printed[view]) if view in printed else None for view in views.values()]
     table.rows += [["MOSE, paper", memory, published.RUNS, *cells] for memory, cells in sorted(theirs.items())]
     return table
@@ -158,8 +133,8 @@ def _experts(groups: Sequence[Group]) -> Table:
 
 def _tasks(groups: Sequence[Group]) -> Table:
     """Accuracy by task of every expert, their best and their mean: the paper's task-wise table."""
-    rows: dict[str, dict[str, np.ndarray]] = {g.name: _by_task(g) for g in groups}
-    most = max(g.runs[0].tasks for g in groups)
+    most = max(g.first.tasks for g in groups)
+    by_group = [(g, _by_task(g)) for g in groups]
     table = Table(
         "tasks",
         "Accuracy in percent on each task after the last one"
@@ -167,43 +142,39 @@ def _tasks(groups: Sequence[Group]) -> Table:
         + f", means over {seeds(groups)}, classifiers of the kind that predict() uses. E: each single expert; MAX: the"
         " best single expert of each task and seed; MOE: the mean of experts; new: the classifier of predict() just"
         " after the task was learned.",
-        ["method", "M", "n"],
     )
-    if most <= WIDE:
-        table.columns = [*table.columns, "expert", *(f"task {t + 1}" for t in range(most)), "mean"]
-        for g in groups:
-            for expert, values in rows[g.name].items():
-                cells = [Number(float(v)) for v in values]
-                table.rows.append(
-                    [g.label, g.memory, g.n, expert, *cells[:-1], *[None] * (most + 1 - len(cells)), cells[-1]]
-                )
+    if most <= _WIDE:
+        table.columns = ["method", "M", "n", "expert", *(f"task {t + 1}" for t in range(most)), "mean"]
+        for g, by_expert in by_group:
+            for expert, values in by_expert.items():
+                *by_task, mean = map(Number, values)
+                by_task += [None] * (most - len(by_task))
+                table.rows.append([g.label, g.memory, g.n, expert, *by_task, mean])
     else:
-        experts = list(dict.fromkeys(expert for by_expert in rows.values() for expert in by_expert))
-        table.columns = [*table.columns, "task", *experts]
-        for g in groups:
-            for i, task in enumerate([*map(str, range(1, g.runs[0].tasks + 1)), "mean"]):
-                cells = [Number(float(rows[g.name][e][i])) if e in rows[g.name] else None for e in experts]
+        experts = list(dict.fromkeys(expert for _, by_expert in by_group for expert in by_expert))
+        table.columns = ["method", "M", "n", "task", *experts]
+        for g, by_expert in by_group:
+            for i, task in enumerate([*map(str, range(1, g.first.tasks + 1)), "mean"]):
+                cells = [Number(by_expert[e][i]) if e in by_expert else None for e in experts]
                 table.rows.append([g.label, g.memory, g.n, task, *cells])
     return table
 
 
-def _by_task(g: Group) -> dict[str, np.ndarray]:
-    """Means over the seeds in percent by expert, each [T + 1] with the mean over tasks last."""
+def _by_task(g: Group) -> dict[str, list[float]]:
+    """Means over the seeds in percent by expert, for each of T tasks and over all of them."""
     kind = g.view.classifier
-    single = [v for v in g.runs[0].views if v.classifier == kind and not v.expert.startswith("mean")]
+    single = [v for v in g.first.final if v.classifier == kind and not v.expert.startswith("mean")]
     columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
     if g.mean:
         columns["MAX"] = np.max(list(columns.values()), axis=0)
         columns["MOE"] = np.array([run.final[View(kind, g.mean)] for run in g.runs])
     if all(run.complete for run in g.runs):
         columns["new"] = np.array([np.diagonal(run.matrix) for run in g.runs])
-    return {name: 100 * np.append(values.mean(0), values.mean()) for name, values in columns.items()}
+    return {name: (100 * np.append(values.mean(0), values.mean())).tolist() for name, values in columns.items()}
 
 
 def _cost(groups: Sequence[Group]) -> Table:
-    phases = {
-        f"{part} s": f"seconds_{part}" for part in ("train", "capture", "evaluate", "checkpoint", "other", "wall")
-    }
+    phases = [f"{part} s" for part in ("train", "capture", "evaluate", "checkpoint", "other", "wall")]
     table = Table(
         "cost",
         f"What a run costs, means ± standard deviation over {seeds(groups)}: seconds of each phase, in no phase (other)"
@@ -214,21 +185,17 @@ def _cost(groups: Sequence[Group]) -> Table:
     )
     for g in groups:
         rows = [run.row for run in g.runs]
-        on_gpu = [row["peak_bytes_device"] for row in rows if row["peak_bytes_device"] is not None]
         where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
         table.add(
             {
                 "method": g.label,
                 "M": g.memory,
                 "n": g.n,
-                **{
-                    heading: _plain(row[column] for row in rows if row[column] is not None)
-                    for heading, column in phases.items()
-                },
+                **{phase: _of_column(g, f"seconds_{phase.removesuffix(' s')}") for phase in phases},
                 "steps/s": _plain(row["steps"] / row["seconds_train"] for row in rows if row["seconds_train"] > 0),
-                "eager": _plain(row["eager_steps"] for row in rows if row["eager_steps"] is not None),
-                "host MiB": _plain(row["peak_bytes"] / 2**20 for row in rows),
-                "GPU MiB": _plain(peak / 2**20 for peak in on_gpu),
+                "eager": _of_column(g, "eager_steps"),
+                "host MiB": _of_column(g, "peak_bytes", 2**20),
+                "GPU MiB": _of_column(g, "peak_bytes_device", 2**20),
                 "computed on": ", ".join(dict.fromkeys(where)),
             }
         )
@@ -244,14 +211,13 @@ def _size(groups: Sequence[Group]) -> Table:
         spreads=("kept MiB",),
     )
     for g in groups:
-        row = g.runs[0].row
-        kept = [run.row["bytes_kept"] for run in g.runs]
+        row = g.first.row
         table.add(
             {
                 "method": g.label,
                 "M": g.memory,
                 "images kept": row["images_kept"],
-                "kept MiB": _plain(number / 2**20 for number in kept if number is not None),
+                "kept MiB": _of_column(g, "bytes_kept", 2**20),
                 "parameters": row["parameters"],
                 "deployed": row["parameters_deployed"],
                 "MACs": row["macs"],
@@ -295,20 +261,14 @@ def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
     """
     found: list[tuple[int, Comparison]] = []
     for memory in sorted({g.memory for g in groups}):
-        values = {g.label: g.values("acc", g.view) for g in groups if g.memory == memory}
-        best = max(values, key=lambda label: _summary(values[label].values()).mean)
-        found += [(memory, c) for c in compare_all(values, best)]
+        alike = [g for g in groups if g.memory == memory]
+        best = max(alike, key=lambda g: g.acc.mean)
+        found += [(memory, c) for c in compare_all({g.label: g.values("acc", g.view) for g in alike}, best.label)]
     corrected = holm([c.t_p for _, c in found])
     return [(memory, replace(c, holm_p=p)) for (memory, c), p in zip(found, corrected, strict=True)]
 
 
-def sentence(memory: int, comparison: Comparison) -> str:
-    """A comparison as a plain sentence."""
-    return f"M = {memory}: {comparison.a} against {comparison.b}: {comparison.sentence()}."
-
-
 def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
-    """The result of :func:`comparisons` as a table."""
     table = Table(
         "comparisons",
         "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
@@ -338,7 +298,7 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
 
 def deviations(g: Group) -> list[str]:
     """How protocol and options differ from the paper's; empty if it has no numbers for the data."""
-    run = g.runs[0]
+    run = g.first
     if published.dataset(run.config) is None:
         return []
     return [*published.deviations(run.config, run.tasks), *(f"{name} {value}" for name, value in run.changes.items())]
@@ -351,8 +311,10 @@ def seeds(groups: Iterable[Group]) -> str:
 
 
 def streams(groups: Iterable[Group]) -> str:
-    """The names of the streams."""
-    return ", ".join(sorted({g.runs[0].stream for g in groups}))
+    """The names of the streams, without the paths of the user's own data, and their kinds."""
+    rows = [g.first.row for g in groups]
+    names = {Path(row["stream"]).name + ("" if row["kind"] == "tasks" else f", {row['kind']}") for row in rows}
+    return ", ".join(sorted(names))
 
 
 def images(groups: Iterable[Group]) -> str:
@@ -361,52 +323,31 @@ def images(groups: Iterable[Group]) -> str:
 
 
 def part_name(groups: Iterable[Group]) -> str:
-    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without task
-    boundaries."""
+    """What runs were evaluated after: a ``task``, or a ``part`` of a stream without boundaries."""
     return "task" if all(run.boundaries for g in groups for run in g.runs) else "part"
 
 
 def _paper_data(groups: Sequence[Group]) -> str | None:
     """The data set of all groups, if it is the same and the paper has numbers for it."""
-    data = {published.dataset(g.runs[0].config) for g in groups}
+    data = {published.dataset(g.first.config) for g in groups}
     return data.pop() if len(data) == 1 else None
 
 
-def _lookup(g: Group, view: View) -> tuple[str, published.Published | None, published.Published | None] | None:
-    expert = "mean" if view.expert == g.mean else "last" if view.expert == g.last else None
-    data = published.dataset(g.runs[0].config)
-    if expert is None or data is None:
-        return None
-    return published.lookup(g.runs[0].config["method"], view.classifier, expert, data, g.memory)
-
-
 def _published(value: published.Published | None) -> Cell:
-    return None if value is None else Spread(value.mean, value.sd)
+    return None if value is None else Spread(*value)
 
 
 def _spread(g: Group, metric: str, view: View) -> Cell:
-    return _spread_of(g.values(metric, view).values())
+    return _plain(100 * v for v in g.values(metric, view).values())
 
 
-def _spread_of(values: Iterable[float]) -> Cell:
-    return _plain(100 * v for v in values)
+def _of_column(g: Group, column: str, unit: int = 1) -> Cell:
+    return _plain(run.row[column] / unit for run in g.runs if run.row[column] is not None)
 
 
 def _plain(values: Iterable[float]) -> Cell:
     values = list(values)
     if not values:
         return None
-    s = _summary(values)
-    return Spread(s.mean, s.sd if s.n > 1 else None)
-
-
-def _summary(values: Iterable[float]) -> Summary:
-    return summarise(values, resamples=0)
-
-
-def _intervals(values: Iterable[float]) -> tuple[Cell, Cell]:
-    values = [100 * v for v in values]
-    if len(values) < 2:
-        return None, None
     s = summarise(values)
-    return Interval(*s.t_interval), Interval(*s.bootstrap_interval)
+    return Spread(s.mean, s.sd if s.n > 1 else None)

@@ -1,9 +1,6 @@
 """Statistics over seeds: what a mean is worth, whether one setting beats another, and whether two
-runs may be compared at all.
-
-Everything works on plain numbers by seed and on rows of the store (:mod:`mose_fast.runs.store`),
-in whatever unit they come; the sentences take fractions in [0, 1] and speak of points, which are
-percent of all images. scipy does the mathematics.
+runs may be compared at all. Sentences take fractions in [0, 1] and speak of points, percent of all
+images.
 """
 
 from __future__ import annotations
@@ -11,8 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,21 +40,15 @@ __all__ = [
 #: test cannot fall below 0.05.
 FEW_SEEDS = 6
 
-#: Columns of the store that say which problem was solved: runs that differ in one of them belong in
-#: different tables.
-TASK = tuple(name for name, column in COLUMNS.items() if column.compared == "problem")
+#: Columns of the store that say which problem was solved, how it was solved, and what computed it:
+#: runs that differ in one of the first belong in different tables; the others are warned of.
+TASK, PROTOCOL, MADE = (
+    tuple(name for name, column in COLUMNS.items() if column.compared == what)
+    for what in ("problem", "protocol", "made")
+)
 
-#: Columns that say how it was solved: runs that differ in one of them are compared with a warning.
-PROTOCOL = tuple(name for name, column in COLUMNS.items() if column.compared == "protocol")
-
-#: Columns that say what computed it, likewise.
-MADE = tuple(name for name, column in COLUMNS.items() if column.compared == "made")
-
-# Confidence level of all intervals.
-_LEVEL = 0.95
-
-# Runs that a warning names for each value.
-_NAMED = 3
+# Confidence level of all intervals, and resamples of the bootstrap.
+_LEVEL, _RESAMPLES = 0.95, 9999
 
 
 class IncomparableRuns(RunError):
@@ -65,21 +57,43 @@ class IncomparableRuns(RunError):
 
 @dataclass(frozen=True)
 class Summary:
-    """What n values say about their mean.
+    """What values say about their mean."""
 
-    Attributes:
-        sd: Sample standard deviation (n - 1); NaN for one value.
-        t_interval: Ends of the interval of the mean by Student's t; NaN for one value.
-        bootstrap_interval: Ends of the bias-corrected and accelerated bootstrap interval of the
-            mean; NaN for one value or where none was asked for, both the mean where all values are
-            equal.
-    """
+    values: tuple[float, ...]
 
-    n: int
-    mean: float
-    sd: float
-    t_interval: tuple[float, float]
-    bootstrap_interval: tuple[float, float]
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def mean(self) -> float:
+        return float(np.mean(self.values))
+
+    @cached_property
+    def sd(self) -> float:
+        """Sample standard deviation (n - 1); NaN for one value."""
+        return float(np.std(self.values, ddof=1)) if self.n > 1 else math.nan
+
+    @cached_property
+    def t_interval(self) -> tuple[float, float]:
+        """Ends of the 95 % interval of the mean by Student's t; NaN for one value."""
+        if self.n == 1:
+            return math.nan, math.nan
+        half = float(stats.t.ppf((1 + _LEVEL) / 2, self.n - 1)) * self.sd / math.sqrt(self.n)
+        return self.mean - half, self.mean + half
+
+    @cached_property
+    def bootstrap_interval(self) -> tuple[float, float]:
+        """Ends of the bias-corrected and accelerated 95 % bootstrap interval of the mean; NaN for
+        one value, both the mean where all values are equal. Equal values have equal intervals.
+        """
+        if self.n == 1:
+            return math.nan, math.nan
+        if np.ptp(self.values) == 0:
+            return self.mean, self.mean
+        rng = np.random.default_rng(0)
+        found = stats.bootstrap((self.values,), np.mean, confidence_level=_LEVEL, n_resamples=_RESAMPLES, rng=rng)
+        return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 @dataclass(frozen=True)
@@ -87,12 +101,12 @@ class Comparison:
     """Setting ``a`` against setting ``b`` over the seeds that both have.
 
     Attributes:
-        seeds: The common seeds, ascending.
+        seeds: The common seeds, ascending; with fewer than two all that follows is NaN.
         difference: Mean of a - b.
-        interval: Ends of the t interval of the difference; NaN with fewer than two seeds.
-        t_p: Two-sided p value of the paired t test; NaN with fewer than two seeds.
+        interval: Ends of the 95 % t interval of the difference.
+        t_p: Two-sided p value of the paired t test.
         wilcoxon_p: Two-sided p value of Wilcoxon's signed-rank test, exact for up to 50 differences
-            without ties or zeros; NaN with fewer than two seeds.
+            without ties or zeros.
         effect_size: Cohen's d of the paired differences: their mean over their standard deviation;
             infinite where they are all the same and not 0; NaN with fewer than three seeds, since
             two differences hardly tell their deviation.
@@ -145,28 +159,16 @@ class Comparison:
         return f"{verdict} by {abs(100 * self.difference):.1f} points, 95 % interval {low:.1f} to {high:.1f}, {common}"
 
 
-def summarise(values: Iterable[float], *, resamples: int = 9999) -> Summary:
-    """Mean, standard deviation and both 95 % intervals of the mean.
-
-    The bootstrap draws from a fixed seed, so the same values give the same interval.
-
-    Args:
-        values: One number a seed.
-        resamples: Resamples of the bootstrap; 0 leaves its interval NaN, and is 100 times faster.
+def summarise(values: Iterable[float]) -> Summary:
+    """Mean, standard deviation and intervals of the mean of values, one for each seed.
 
     Raises:
         ValueError: There is no value, or one is not finite.
     """
-    x = _finite(values)
-    mean = float(x.mean())
-    if len(x) == 1:
-        return Summary(1, mean, math.nan, (math.nan, math.nan), (math.nan, math.nan))
-    bootstrap = (mean, mean) if resamples else (math.nan, math.nan)
-    if resamples and np.ptp(x) > 0:
-        rng = np.random.default_rng(0)
-        found = stats.bootstrap((x,), np.mean, confidence_level=_LEVEL, n_resamples=resamples, rng=rng)
-        bootstrap = (float(found.confidence_interval.low), float(found.confidence_interval.high))
-    return Summary(len(x), mean, float(x.std(ddof=1)), _t_interval(x), bootstrap)
+    found = tuple(map(float, values))
+    if not found or not all(map(math.isfinite, found)):
+        raise ValueError(f"values are {list(found)}; wanted at least one number, and all of them finite")
+    return Summary(found)
 
 
 def compare(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, str] = ("a", "b")) -> Comparison:
@@ -178,19 +180,17 @@ def compare(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, st
     seeds = tuple(sorted(a.keys() & b.keys()))
     if not seeds:
         return Comparison(*names, seeds, math.nan)
-    differences = _finite(a[s] for s in seeds) - _finite(b[s] for s in seeds)
-    mean = float(differences.mean())
-    if len(seeds) == 1:
-        return Comparison(*names, seeds, mean)
-    if np.ptp(differences) == 0:
+    found = summarise(a[seed] - b[seed] for seed in seeds)
+    if found.n == 1:
+        return Comparison(*names, seeds, found.mean)
+    if np.ptp(found.values) == 0:
         # No spread: Student's t is 0 / 0 or infinite.
-        t_p, effect = (1.0, 0.0) if mean == 0 else (0.0, math.copysign(math.inf, mean))
+        t_p, effect = (1.0, 0.0) if found.mean == 0 else (0.0, math.copysign(math.inf, found.mean))
     else:
-        t_p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-        effect = mean / float(differences.std(ddof=1))
-    effect = effect if len(seeds) > 2 else math.nan
-    wilcoxon_p = float(stats.wilcoxon(differences).pvalue) if np.any(differences) else 1.0
-    return Comparison(*names, seeds, mean, _t_interval(differences), t_p, wilcoxon_p, effect, t_p)
+        t_p, effect = float(stats.ttest_1samp(found.values, 0.0).pvalue), found.mean / found.sd
+    effect = effect if found.n > 2 else math.nan
+    wilcoxon_p = float(stats.wilcoxon(found.values).pvalue) if any(found.values) else 1.0
+    return Comparison(*names, seeds, found.mean, found.t_interval, t_p, wilcoxon_p, effect, t_p)
 
 
 def compare_all(groups: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
@@ -227,7 +227,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def check_comparable(
-    rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = (), *, force: bool = False
+    rows: Iterable[Mapping[str, Any]], varied: Collection[str] = (), *, force: bool = False
 ) -> list[str]:
     """Refuses to put runs of different problems into one table, and tells what else differs.
 
@@ -243,16 +243,23 @@ def check_comparable(
             is False; the message names what, its values and a run of each.
     """
     rows = list(rows)
-    differing = _differences(rows, TASK, varied) + _data_differences(rows)
+    differing = _differences(rows, TASK, varied)
+    for stream, same in _by(rows, "stream").items():
+        differing += _difference(f"the data of stream {stream!r} differ", same, "data")
     if differing and not force:
         raise IncomparableRuns(
             f"these runs do not belong in one table: {'; '.join(differing)}. "
             "Report them separately, or use --force to see them side by side"
         )
-    return differing + _switched_off(rows) + _differences(rows, PROTOCOL, varied) + code_warnings(rows, varied)
+    if concerned := [row for row in rows if row.get("switched_off")]:
+        differing.append(
+            f"the self-check of the native library had switched something off in {len(concerned)} of {len(rows)} runs:"
+            f" {'; '.join(dict.fromkeys(row['switched_off'] for row in concerned))}"
+        )
+    return differing + _differences(rows, PROTOCOL, varied) + code_warnings(rows, varied)
 
 
-def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ()) -> list[str]:
+def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Collection[str] = ()) -> list[str]:
     """What differs in the code and in the machine that computed runs, whatever problem they solve:
     a sentence each on this package's code, the versions of a method of one's own, each column of
     :data:`MADE`, and, for runs on the CPU, the number of threads.
@@ -260,68 +267,32 @@ def code_warnings(rows: Iterable[Mapping[str, Any]], varied: Iterable[str] = ())
     Args:
         varied: Columns that differ on purpose, since the table shows them.
     """
-    rows, found = list(rows), []
-    if shown := _values(_with_code(rows), "code"):
-        found.append(f"the code of mose-fast differs: {shown}")
-    for method, same in _by(rows, "method").items():
-        if shown := _values(same, "method_version"):
-            found.append(f"the version of method {method!r} differs: {shown}")
-    found += _differences(rows, MADE, varied)
-    # On a GPU it changes nothing.
-    if shown := _values([row for row in rows if row["device"] == "cpu"], "threads"):
-        found.append(f"the {COLUMNS['threads'].label} differs: {shown}")
-    return found
-
-
-def _with_code(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with version and first commit of a code: commits may differ in other files."""
-    told: dict[str, str] = {}
-    found = []
+    rows = list(rows)
+    # Version and first commit of each code: commits may differ in other files.
+    codes: dict[str, str] = {}
     for row in rows:
         commit = row["commit_id"] if isinstance(row["commit_id"], str) else "unknown"
         short = commit[:12] + "+dirty" * commit.endswith("+dirty")
-        text = f"{row['mose_fast']}, commit {short}, code {row['code'][:8]}"
-        found.append({**row, "code": told.setdefault(row["code"], text)})
+        codes.setdefault(row["code"], f"{row['mose_fast']}, commit {short}, code {row['code'][:8]}")
+    told = [{**row, "code": codes[row["code"]]} for row in rows]
+    found = _difference("the code of mose-fast differs", told, "code")
+    for method, same in _by(rows, "method").items():
+        found += _difference(f"the version of method {method!r} differs", same, "method_version")
+    on_cpu = [row for row in rows if row["device"] == "cpu"]  # on a GPU their threads change nothing
+    return found + _differences(rows, MADE, varied) + _differences(on_cpu, ["threads"], ())
+
+
+def _differences(rows: Sequence[Mapping[str, Any]], columns: Iterable[str], varied: Collection[str]) -> list[str]:
+    """A sentence for each column whose values differ, but for those that do so on purpose."""
+    found: list[str] = []
+    for column in columns:
+        if column not in varied:
+            found += _difference(f"the {COLUMNS[column].label} differs", rows, column)
     return found
 
 
-def _differences(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], varied: Iterable[str]) -> list[str]:
-    rows, expected = list(rows), set(varied)
-    return [
-        f"the {COLUMNS[column].label} differs: {shown}"
-        for column in columns
-        if column not in expected and (shown := _values(rows, column))
-    ]
-
-
-def _data_differences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The streams whose runs saw different data under the same name."""
-    return [
-        f"the data of stream {stream!r} differ: {shown}"
-        for stream, same in _by(rows, "stream").items()
-        if (shown := _values(same, "data"))
-    ]
-
-
-def _by(rows: Iterable[Mapping[str, Any]], column: str) -> dict[Any, list[Mapping[str, Any]]]:
-    """The rows by their value of a column."""
-    found: dict[Any, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row[column], []).append(row)
-    return found
-
-
-def _switched_off(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    concerned = [row for row in rows if row.get("switched_off")]
-    what = "; ".join(dict.fromkeys(row["switched_off"] for row in concerned))
-    return [
-        f"the self-check of the native library had switched something off in {len(concerned)} of {len(rows)} runs:"
-        f" {what}"
-    ] * bool(concerned)
-
-
-def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:
-    """The values of a column, each with its runs; empty where all agree."""
+def _difference(what: str, rows: Iterable[Mapping[str, Any]], column: str) -> list[str]:
+    """A sentence with the values of a column, each with its runs; none where all agree."""
     folders: dict[str, list[str]] = {}
     for row in rows:
         text = str(row[column])
@@ -329,16 +300,21 @@ def _values(rows: Sequence[Mapping[str, Any]], column: str) -> str:
         text = "none" if text in ("None", "nan", "<NA>") else text
         folders.setdefault(text, []).append(str(row["folder"]))
     if len(folders) < 2:
-        return ""
-    shown = [f"{_short(value)} ({_some(runs)})" for value, runs in list(folders.items())[:4]]
-    more = f" and {len(folders) - 4} more" if len(folders) > 4 else ""
-    return ", ".join(shown) + more
+        return []
+    shown = [f"{_short(value)} ({_first(runs, 3)})" for value, runs in folders.items()]
+    return [f"{what}: {_first(shown, 4)}"]
 
 
-def _some(runs: Sequence[str]) -> str:
-    """The first runs of some, and how many more there are."""
-    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
-    return ", ".join(runs[:_NAMED]) + more
+def _first(texts: Sequence[str], most: int) -> str:
+    """The first of some texts, and how many more there are."""
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def _by(rows: Iterable[Mapping[str, Any]], column: str) -> dict[Any, list[Mapping[str, Any]]]:
+    found: dict[Any, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row[column], []).append(row)
+    return found
 
 
 def _short(value: str) -> str:
@@ -350,15 +326,3 @@ def _short(value: str) -> str:
     if isinstance(numbers, list) and len(numbers) > 6:
         return f"[{', '.join(map(str, numbers[:6]))}, ...]"
     return value
-
-
-def _t_interval(x: np.ndarray) -> tuple[float, float]:
-    half = float(stats.t.ppf((1 + _LEVEL) / 2, len(x) - 1)) * float(x.std(ddof=1)) / math.sqrt(len(x))
-    return float(x.mean()) - half, float(x.mean()) + half
-
-
-def _finite(values: Iterable[float]) -> np.ndarray:
-    x = np.array(list(values), dtype=np.float64)
-    if x.size == 0 or not np.isfinite(x).all():
-        raise ValueError(f"values are {x.tolist()}; wanted at least one number, and all of them finite")
-    return x

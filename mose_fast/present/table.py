@@ -136,7 +136,6 @@ class Table:
         return text.getvalue()
 
     def _textual(self) -> list[bool]:
-        """Whether each column holds text."""
         return [any(isinstance(row[i], str) for row in self.rows) for i in range(len(self.columns))]
 
 

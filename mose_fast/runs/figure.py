@@ -1,17 +1,19 @@
-"""The figure of a run: accuracy against task."""
+"""The figure of a run, accuracy against task, and fonts for names in any script."""
 
 from __future__ import annotations
 
 import io
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from mose_fast.evaluate import running_accuracy
 from mose_fast.output import readable
-from mose_fast.runs.lettering import lettering
 
-__all__ = ["accuracy_figure"]
+__all__ = ["accuracy_figure", "lettering"]
 
 # Okabe-Ito colours can be distinguished by colour-blind readers, markers in print.
 _COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
@@ -74,3 +76,47 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     return png.getvalue()
+
+
+@contextmanager
+def lettering(texts: Iterable[str]) -> Iterator[None]:
+    """A context in which matplotlib takes letters that its font lacks from other fonts, for the
+    texts that users have named. One warning names the letters that no font of the machine has.
+    """
+    from matplotlib import rc_context, rcParams
+
+    families, missing = _families({letter for text in texts for letter in text if not letter.isspace()})
+    if missing:
+        warnings.warn(
+            f"no font of this machine has the letters {''.join(sorted(missing)[:20])}, so figures show boxes for them;"
+            " install a font that has them, for example fonts-noto-cjk, and write the figures again",
+            stacklevel=3,
+        )
+    # Fonts for other scripts are often of a kind that type 42 cannot hold.
+    style = {"font.family": [*rcParams["font.family"], *families], "pdf.fonttype": 3} if families else {}
+    with rc_context(style), warnings.catch_warnings():
+        # One warning for each letter and size; the one above says it once.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from", category=UserWarning)
+        yield
+
+
+def _families(letters: set[str]) -> tuple[list[str], set[str]]:
+    """Fonts that have the letters that matplotlib's own lacks, and the letters that no font has."""
+    from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+
+    missing = letters - set(map(chr, get_font(findfont(FontProperties())).get_charmap()))
+    families: list[str] = []
+    # One font may lack few letters of a script, so all are tried: upright ones of usual weight, in
+    # a fixed order. Matplotlib's own Last Resort has a box for every letter.
+    for font in sorted(fontManager.ttflist, key=lambda font: (font.name, font.fname)) if missing else ():
+        usual = font.style == "normal" and font.weight in (400, "normal", "regular", "book")
+        if not missing or not usual or font.name.startswith("Last Resort") or font.name in families:
+            continue
+        try:
+            left = missing - set(map(chr, get_font(font.fname).get_charmap()))
+        except (OSError, RuntimeError):  # a damaged file among the machine's fonts
+            continue
+        if len(left) < len(missing):
+            families.append(font.name)
+            missing = left
+    return families, missing

@@ -54,8 +54,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _act(arguments: argparse.Namespace) -> int:
     from mose_fast.experiments.grid import read_seeds
+    from mose_fast.experiments.paper.description import DEFAULT_PRESETS
     from mose_fast.experiments.paper.reproduce import ALL, run_table
-    from mose_fast.experiments.paper.rows import DEFAULT_PRESETS
     from mose_fast.present.published import BASELINES
 
     given = vars(arguments)

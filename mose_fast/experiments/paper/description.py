@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mose_fast.experiments.paper.measures import Metric
+from mose_fast.experiments.paper.measures import Metric, accuracy_after, average_accuracy
 from mose_fast.present.published import Published
+from mose_fast.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from mose_fast.present.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
-__all__ = ["RULE", "Entry", "Figure", "Panel", "PaperTable", "Part", "Verdict", "judge", "ranks", "target"]
+__all__ = [
+    "BASELINE_PRESETS",
+    "CIFAR",
+    "DATA_SETS",
+    "DEFAULT_PRESETS",
+    "MAIN_MEMORIES",
+    "NO_NUMBER",
+    "RULE",
+    "SMALL_MEMORIES",
+    "TASKS",
+    "TINY",
+    "Entry",
+    "Figure",
+    "Panel",
+    "PaperTable",
+    "Part",
+    "Presets",
+    "Verdict",
+    "baseline",
+    "by_memory",
+    "by_task",
+    "final_by_task",
+    "mose",
+    "thousands",
+]
 
-#: The one rule of pass and miss, for readers; :func:`target` and :func:`judge` follow it.
+#: The data sets of the tables, by the names of their streams.
+DATA_SETS = CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
+MAIN_MEMORIES = (1000, 2000, 5000)
+SMALL_MEMORIES = (200, 500, 1000, 2000)
+TASKS = 10
+NO_NUMBER = "The paper shows a figure without numbers; there is no pass or fail."
+
+#: Presets of baselines with which tables can be made, the default first: the shared protocol of
+#: the paper's section 5.1, and each method's own values in it, as the appendix says.
+BASELINE_PRESETS = ("table", "sources")
+
+#: The one rule of pass and miss; :attr:`Entry.target` and :meth:`Entry.judge` follow it.
 RULE = (
     "An accuracy passes if its mean over the seeds is at most 1 point below the paper's; forgetting if it is at most 1"
     " point above; a count of parameters or multiply-accumulates if it is at most 1 % above. Minutes, and cells for"
@@ -23,8 +61,18 @@ RULE = (
     ' "not sure": the 95 % interval of the mean contains the target, or there is no interval, as with one seed.'
 )
 
-_POINT = 1.0
-_SHARE = 0.01
+
+class Presets(NamedTuple):
+    """Presets of a table's runs: MOSE's, ``released`` or ``paper``, and that of all other methods,
+    one of :data:`BASELINE_PRESETS`.
+    """
+
+    mose: str = RunConfig.preset
+    baselines: str = BASELINE_PRESETS[0]
+
+
+#: Those that a table has unless others are chosen.
+DEFAULT_PRESETS = Presets()
 
 
 class Verdict(NamedTuple):
@@ -37,40 +85,7 @@ class Verdict(NamedTuple):
         return ("pass" if self.passed else "miss") + ("" if self.sure else ", not sure")
 
 
-def target(metric: Metric, paper: Published | None) -> float | None:
-    """The worst value that passes; None where there is no pass or fail."""
-    if paper is None:
-        return None
-    return {
-        "accuracy": paper.mean - _POINT,
-        "forgetting": paper.mean + _POINT,
-        "size": paper.mean * (1 + _SHARE),
-        "free": None,
-    }[metric.kind]
-
-
-def judge(metric: Metric, paper: Published | None, ours: Summary | None) -> Verdict | None:
-    """Our mean against the paper's; None where nothing is compared."""
-    wanted = target(metric, paper)
-    if wanted is None or ours is None:
-        return None
-    # 54.8 - 1 and the mean of some floats must not differ in their last bit alone.
-    slack = 1e-9
-    passed = ours.mean >= wanted - slack if metric.kind == "accuracy" else ours.mean <= wanted + slack
-    if metric.kind == "size":
-        return Verdict(passed, True)  # the same for every seed
-    low, high = ours.t_interval
-    return Verdict(passed, not math.isnan(low) and not low + slack < wanted < high - slack)
-
-
-def ranks(values: Mapping[str, float], kind: str, digits: int) -> dict[str, int]:
-    """1 for the rows with the best value as printed, 2 for those with the second best."""
-    printed = {row: round(value, digits) for row, value in values.items()}
-    best = sorted(set(printed.values()), reverse=kind == "accuracy")[: 0 if kind == "free" else 2]
-    return {row: best.index(value) + 1 for row, value in printed.items() if value in best}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entry:
     """A cell of a table.
 
@@ -91,9 +106,33 @@ class Entry:
     doubt: str = ""
 
     @property
-    def standard(self) -> Published | None:
-        """The paper's number to judge by; None where it gives none that can be right."""
-        return None if self.doubt else self.paper
+    def method(self) -> str:
+        return self.runs.get("method", RunConfig.method)
+
+    @property
+    def stream(self) -> str:
+        return self.runs["stream.name"]
+
+    @property
+    def target(self) -> float | None:
+        """The worst value that passes; None where there is no pass or fail."""
+        if self.paper is None or self.doubt:
+            return None
+        mean = self.paper.mean
+        return {"accuracy": mean - 1, "forgetting": mean + 1, "size": mean * 1.01, "free": None}[self.metric.kind]
+
+    def judge(self, ours: Summary) -> Verdict | None:
+        """Our mean against the paper's; None where nothing is compared."""
+        wanted = self.target
+        if wanted is None:
+            return None
+        # 54.8 - 1 and the mean of some floats must not differ in their last bit alone.
+        slack = 1e-9
+        passed = ours.mean >= wanted - slack if self.metric.kind == "accuracy" else ours.mean <= wanted + slack
+        if self.metric.kind == "size":
+            return Verdict(passed, True)  # the same for every seed
+        low, high = ours.t_interval
+        return Verdict(passed, not math.isnan(low) and not low + slack < wanted < high - slack)
 
 
 @dataclass(frozen=True)
@@ -120,6 +159,16 @@ class Part:
     def columns(self) -> list[str]:
         """Headings of the columns, in order."""
         return list(dict.fromkeys(entry.column for entry in self.entries))
+
+    @cached_property
+    def at(self) -> dict[tuple[str, str], Entry]:
+        """The entries by row and column."""
+        return {(entry.row, entry.column): entry for entry in self.entries}
+
+    @property
+    def printed(self) -> int:
+        """For how many entries the paper prints a number."""
+        return sum(entry.paper is not None for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -173,19 +222,88 @@ class PaperTable:
     """A table or figure of the paper: what ``mose-fast paper NAME`` computes.
 
     Attributes:
-        about: The methods that a note is about, by the note; the others are about the whole table.
+        notes: Sentences below it, each with the methods that it is about; without any it is about
+            the whole table.
         section: The section of the page of all tables in which it stands.
     """
 
     title: str
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...]
+    parts: Collection[Part]
+    notes: Mapping[str, Collection[str]]
     section: str
     caption: str
-    figures: tuple[Figure, ...] = ()
-    about: Mapping[str, Collection[str]] = field(default_factory=dict)
+    figures: Collection[Figure] = ()
 
     @property
     def entries(self) -> list[Entry]:
         """The cells of all tables."""
         return [entry for part in self.parts for entry in part.entries]
+
+    def only(self, wanted: Callable[[Entry], bool]) -> PaperTable:
+        """The table with some of its cells alone, and the figures and notes that are about them."""
+
+        def kept(part: Part) -> Part:
+            return replace(part, entries=tuple(filter(wanted, part.entries)))
+
+        parts = [part for part in map(kept, self.parts) if part.entries]
+        figures = []
+        for figure in self.figures:
+            panels = [replace(panel, part=kept(panel.part)) for panel in figure.panels]
+            figures.append(replace(figure, panels=tuple(panel for panel in panels if panel.part.entries)))
+        methods = {entry.method for part in parts for entry in part.entries}
+        notes = {note: about for note, about in self.notes.items() if not about or methods.intersection(about)}
+        return replace(self, parts=parts, figures=[figure for figure in figures if figure.panels], notes=notes)
+
+
+def mose(
+    presets: Presets, memory: int, stream: str = CIFAR, *, tasks: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """Settings of MOSE: the preset, with the submission's augmentation unless another is given."""
+    changes: dict[str, Any] = {"preset": presets.mose, "stream.name": stream, "memory": memory}
+    if tasks is not None:
+        changes["stream.tasks"] = tasks
+    return changes | {f"options.{name}": value for name, value in {"augment": "simclr", **options}.items()}
+
+
+def baseline(
+    presets: Presets, method: str, memory: int, stream: str = CIFAR, *, epochs: int = 1, **options: Any
+) -> dict[str, Any]:
+    """Settings of a baseline."""
+    changes = {"method": method, "preset": presets.baselines, "stream.name": stream, "memory": memory, "epochs": epochs}
+    return changes | {f"options.{name}": value for name, value in options.items()}
+
+
+def thousands(memory: int) -> str:
+    """``M = 200`` or ``M = 5k``."""
+    return f"M = {memory // 1000}k" if memory % 1000 == 0 else f"M = {memory}"
+
+
+def by_task(
+    row: str,
+    runs: dict[str, Any],
+    metric: Callable[[int], Metric],
+    average: Metric,
+    theirs: Mapping[str, Published] = MappingProxyType({}),
+) -> list[Entry]:
+    """A row of a table by task: ten tasks and their average, with the paper's numbers if given."""
+    entries = [Entry(row, f"task {task + 1}", runs, metric(task), theirs.get(str(task + 1))) for task in range(TASKS)]
+    return [*entries, Entry(row, "average", runs, average, theirs.get("average"))]
+
+
+def final_by_task(
+    row: str, runs: dict[str, Any], classifier: str, expert: str, theirs: Mapping[str, Published] = MappingProxyType({})
+) -> list[Entry]:
+    """A row of accuracies after the last task, by task."""
+    average = average_accuracy(classifier, expert)
+    return by_task(row, runs, lambda task: accuracy_after(None, task, classifier, expert), average, theirs)
+
+
+def by_memory(
+    parts: Iterable[Part], values: str, title: str = "", *, ends: Iterable[Part] | None = None
+) -> tuple[Panel, ...]:
+    """A panel for each of :data:`MAIN_MEMORIES`, whose titles end with it."""
+    sizes = map(thousands, MAIN_MEMORIES)
+    return tuple(
+        Panel(part, f"{title}{size}", values, ends=end)
+        for size, part, end in zip(sizes, parts, ends or [None] * len(MAIN_MEMORIES), strict=True)
+    )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
-from mose_fast.experiments.paper.description import Entry, Part, Verdict, judge, ranks
+from mose_fast.experiments.paper.description import Entry, Part, Verdict
 from mose_fast.experiments.paper.measures import Metric, Results
 from mose_fast.experiments.paper.plan import Plan
 from mose_fast.present.statistics import Summary, summarise
@@ -17,68 +18,17 @@ from mose_fast.present.table import counted
 from mose_fast.runs.files import RunFolder
 from mose_fast.runs.store import read_run
 
-__all__ = ["FinishedRuns", "Measured", "measure", "place", "ranked"]
+__all__ = ["FinishedRun", "FinishedRuns", "Measured", "place"]
+
+# What the list of runs needs of the results: the matrices of a hundred tasks are large.
+_FACTS = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Our number for a cell of the paper's table.
-
-    Attributes:
-        ours: Statistics over the seeds; None where no finished run has the number.
-        verdict: None where nothing is compared.
-    """
-
-    entry: Entry
-    ours: Summary | None
-    verdict: Verdict | None
-
-
-class FinishedRuns:
-    """The finished runs in a folder. Each is read once, whichever tables have it and however often
-    their pages are written.
-
-    Args:
-        plans: The tables, whose runs have the names of their folders.
-    """
-
-    def __init__(self, plans: Sequence[Plan], folder: SweepFolder) -> None:
-        self.folder = folder
-        self._metrics: dict[str, set[Metric]] = {}
-        for plan in plans:
-            for entry in plan.description.entries:
-                for runs in filter(None, (entry.runs, entry.over)):
-                    for cell in plan.cells_of(runs):
-                        self._metrics.setdefault(cell.name, set()).add(entry.metric)
-        # Of each run what the tables need: the matrices of a hundred tasks are large.
-        self._read: dict[str, FinishedRun] = {}
-
-    def of(self, plan: Plan, runs: Mapping[str, Any], without: Collection[str]) -> list[FinishedRun]:
-        """The runs behind an entry with these settings, by seed.
-
-        Raises:
-            RunDamaged: A file of a run is damaged.
-        """
-        found = []
-        for cell in plan.cells_of(runs):
-            path = self.folder.run(cell.name)
-            if cell.name in without:
-                continue
-            if cell.name not in self._read and RunFolder(path).results.is_file():
-                row, results = read_run(path)
-                values = {metric: metric.of_run(results) for metric in self._metrics[cell.name]}
-                self._read[cell.name] = FinishedRun(cell, _facts(cell, row, results), values)
-            if cell.name in self._read:
-                found.append(self._read[cell.name])
-        return found
-
-
-@dataclass(frozen=True)
-class FinishedRun:
+class FinishedRun(NamedTuple):
     """What is kept of a finished run.
 
     Attributes:
-        facts: The part of its results that tells how and where it ran.
+        facts: The part of its results that tells how and where it ran, and its row of the store.
         values: What each metric read from it.
     """
 
@@ -87,51 +37,103 @@ class FinishedRun:
     values: Mapping[Metric, Any]
 
 
-def measure(
-    plan: Plan, finished: FinishedRuns, failures: Sequence[Failure]
-) -> tuple[list[dict[tuple[str, str], Measured]], list[tuple[Cell, Results]]]:
-    """Our numbers for all cells, and the runs behind them.
+@dataclass(frozen=True)
+class Measured:
+    """A table of the paper with our numbers.
 
-    Returns:
-        For each part of the description, its cells by row and column; and the finished runs, each
-        once, with the part of their results that tells how and where they ran.
+    Attributes:
+        ours: Statistics over the seeds, of the cells for which a finished run has a number.
+        runs: The finished runs behind it, each once.
     """
-    unfinished = [failure.name for failure in failures]
-    measured: list[dict[tuple[str, str], Measured]] = []
-    runs: dict[str, tuple[Cell, Results]] = {}
-    for part in plan.description.parts:
-        measured.append({})
-        for entry in part.entries:
-            found = finished.of(plan, entry.runs, unfinished)
-            runs |= {run.cell.name: (run.cell, run.facts) for run in found}
+
+    plan: Plan
+    ours: Mapping[Entry, Summary]
+    runs: Sequence[FinishedRun] = ()
+
+    def verdict(self, entry: Entry) -> Verdict | None:
+        """None where nothing is compared."""
+        ours = self.ours.get(entry)
+        return None if ours is None or self.plan.departures else entry.judge(ours)
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        """Those of all cells that are judged."""
+        found = map(self.verdict, self.plan.description.entries)
+        return [verdict for verdict in found if verdict is not None]
+
+    def ranks(self, part: Part) -> tuple[dict[Entry, int], dict[Entry, int]]:
+        """1 for the best number of each column as printed, 2 for the second best, among ours and
+        among the paper's; both empty where the part's columns are not ranked.
+        """
+        ours: dict[Entry, int] = {}
+        theirs: dict[Entry, int] = {}
+        for column in part.columns if part.ranked else ():
+            entries = [entry for entry in part.entries if entry.column == column]
+            for ranks, values in (
+                (ours, {entry: self.ours[entry].mean for entry in entries if entry in self.ours}),
+                (theirs, {entry: entry.paper.mean for entry in entries if entry.paper}),
+            ):
+                printed = {entry: round(value, part.digits) for entry, value in values.items()}
+                best = sorted(set(printed.values()), reverse=entries[0].metric.kind == "accuracy")[:2]
+                ranks |= {entry: best.index(value) + 1 for entry, value in printed.items() if value in best}
+        return ours, theirs
+
+
+class FinishedRuns:
+    """The finished runs in a folder. Each is read once, whichever tables have it and however often
+    their pages are written.
+
+    Args:
+        names: Those of the runs' folders, by name of the cell.
+    """
+
+    def __init__(self, plans: Iterable[Plan], folder: SweepFolder, names: Mapping[str, str]) -> None:
+        self.folder, self.names = folder, names
+        self._metrics: dict[str, set[Metric]] = {}
+        for plan in plans:
+            for entry in plan.description.entries:
+                for runs in filter(None, (entry.runs, entry.over)):
+                    for cell in plan.cells_of(runs):
+                        self._metrics.setdefault(cell.name, set()).add(entry.metric)
+        self._read: dict[str, FinishedRun] = {}
+
+    def measure(self, plan: Plan, failures: Iterable[Failure] = ()) -> Measured:
+        """Our numbers for a table, without the runs that could not be finished.
+
+        Raises:
+            RunDamaged: A file of a run is damaged.
+        """
+        unfinished = {failure.name for failure in failures}
+        ours: dict[Entry, Summary] = {}
+        runs: dict[str, FinishedRun] = {}
+        for entry in plan.description.entries:
+            found = self._of(plan.cells_of(entry.runs), unfinished)
+            runs |= {run.cell.name: run for run in found}
             values = _by_run(entry, found)
             if entry.over is not None:
                 # Of seeds that both settings have on the same machine.
-                over = _by_run(entry, finished.of(plan, entry.over, unfinished))
+                over = _by_run(entry, self._of(plan.cells_of(entry.over), unfinished))
                 values = {run: value / over[run] for run, value in values.items() if over.get(run)}
-            ours = summarise(values.values(), resamples=0) if values else None
-            verdict = None if plan.departures else judge(entry.metric, entry.standard, ours)
-            measured[-1][entry.row, entry.column] = Measured(entry, ours, verdict)
-    return measured, list(runs.values())
+            if values:
+                ours[entry] = summarise(values.values())
+        return Measured(plan, ours, list(runs.values()))
 
-
-def ranked(
-    part: Part, measured: Mapping[tuple[str, str], Measured]
-) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
-    """The rank in its column, by row and column, of the best two of our numbers and of the paper's;
-    both empty where the part's columns are not ranked.
-    """
-    ours: dict[tuple[str, str], int] = {}
-    theirs: dict[tuple[str, str], int] = {}
-    for column in part.columns if part.ranked else ():
-        cells = [m for m in (measured.get((row, column)) for row in part.rows) if m is not None]
-        kind = cells[0].entry.metric.kind
-        for found, values in (
-            (ours, {m.entry.row: m.ours.mean for m in cells if m.ours}),
-            (theirs, {m.entry.row: m.entry.paper.mean for m in cells if m.entry.paper}),
-        ):
-            found |= {(row, column): rank for row, rank in ranks(values, kind, part.digits).items()}
-    return ours, theirs
+    def _of(self, cells: Iterable[Cell], unfinished: Collection[str]) -> list[FinishedRun]:
+        found = []
+        for cell in cells:
+            name = self.names[cell.name]
+            path = self.folder.run(name)
+            if name in unfinished:
+                continue
+            if cell.name not in self._read and RunFolder(path).results.is_file():
+                row, results = read_run(path)
+                row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
+                facts = {**{name: results[name] for name in _FACTS}, "row": {**row, "folder": name}}
+                values = {metric: metric.of_run(results) for metric in self._metrics[cell.name]}
+                self._read[cell.name] = FinishedRun(cell, facts, values)
+            if cell.name in self._read:
+                found.append(self._read[cell.name])
+        return found
 
 
 def place(results: Results) -> str:
@@ -140,17 +142,9 @@ def place(results: Results) -> str:
 
 
 def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], float]:
-    """The values that runs have of an entry's metric, by seed and place."""
     values = entry.metric.combine([run.values[entry.metric] for run in runs]) if runs else []
     return {
-        (run.facts["config"]["seed"], place(run.facts)): value
+        (run.cell.config.seed, place(run.facts)): value
         for run, value in zip(runs, values, strict=True)
         if value is not None
     }
-
-
-def _facts(cell: Cell, row: Mapping[str, Any], results: Results) -> Results:
-    """What the list of runs needs of the results, without the large matrices, and the row."""
-    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
-    row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
-    return {**{name: results[name] for name in names}, "row": {**row, "folder": cell.name}}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.paper.description import Figure, Panel
+from mose_fast.experiments.paper.description import Entry, Figure, Panel
 from mose_fast.experiments.paper.measured import Measured
 from mose_fast.experiments.paper.plan import Plan
 from mose_fast.present.drawing import COLOURS, STYLE, curve, files, grid, legend, looks_of
@@ -21,6 +21,8 @@ from mose_fast.runs.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
+
+    from mose_fast.present.statistics import Summary
 
 __all__ = ["KINDS", "PRINT_STYLE", "draw", "figure_files", "write_figures"]
 
@@ -55,36 +57,8 @@ PRINT_STYLE = STYLE | {
     "savefig.dpi": 300,
 }
 
-#: Measured cells of a part by row and column.
-Cells = Mapping[tuple[str, str], Measured]
-#: Measured cells that are drawn in a panel, by row and place on the horizontal axis.
-Points = Mapping[str, Mapping[int, Measured]]
-
-
-def write_figures(plan: Plan, folder: SweepFolder, measured: Sequence[Cells]) -> list[Path]:
-    """Draws the figures of a table, each as SVG, PDF and PNG in the folder of the runs.
-
-    A figure shows what the finished runs have, and says what is missing. The same runs give the
-    same files.
-
-    Returns:
-        The SVG files, in the order of the description's figures; empty if it has none.
-
-    Raises:
-        RunError: A file cannot be written.
-    """
-    if not plan.description.figures:
-        return []
-    # Not at the top: matplotlib takes half a second that other commands need not pay.
-    from matplotlib import rc_context
-
-    for figure in plan.description.figures:
-        cells = [measured[plan.description.parts.index(panel.part)] for panel in figure.panels]
-        with rc_context(PRINT_STYLE):
-            drawn = files(draw(figure, cells, trial=bool(plan.departures)), KINDS)
-        for kind, content in drawn.items():
-            write_atomically(_path(plan, folder, figure, kind), content)
-    return [_path(plan, folder, figure, "svg") for figure in plan.description.figures]
+# The entries that are drawn in a panel, by row and place on the horizontal axis.
+_Points = Mapping[str, Mapping[int, Entry]]
 
 
 def figure_files(plan: Plan, folder: SweepFolder) -> list[Path]:
@@ -92,17 +66,38 @@ def figure_files(plan: Plan, folder: SweepFolder) -> list[Path]:
     return [_path(plan, folder, figure, kind) for figure in plan.description.figures for kind in KINDS]
 
 
+def write_figures(measured: Measured, folder: SweepFolder) -> list[bytes]:
+    """Draws the figures of a table, each as SVG, PDF and PNG in the folder of the runs; returns the
+    SVGs.
+
+    A figure shows what the finished runs have, and says what is missing. The same runs give the
+    same files.
+
+    Raises:
+        RunError: A file cannot be written.
+    """
+    plan, found = measured.plan, []
+    if not plan.description.figures:
+        return found
+    # Not at the top: matplotlib takes half a second that other commands need not pay.
+    from matplotlib import rc_context
+
+    for figure in plan.description.figures:
+        with rc_context(PRINT_STYLE):
+            drawn = files(draw(figure, measured), KINDS)
+        for kind, content in drawn.items():
+            write_atomically(_path(plan, folder, figure, kind), content)
+        found.append(drawn["svg"])
+    return found
+
+
 def _path(plan: Plan, folder: SweepFolder, figure: Figure, kind: str) -> Path:
     return folder.path / f"{figure.stem(plan.stem)}.{kind}"
 
 
-def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Drawing:
-    """A figure with one axes for each panel.
-
-    Args:
-        trial: The runs depart from the paper's protocol, which the figure then says.
-    """
-    panels = [_points(panel, measured) for panel, measured in zip(figure.panels, cells, strict=True)]
+def draw(figure: Figure, measured: Measured) -> Drawing:
+    """A figure with one axes for each panel; it says if runs depart from the paper's protocol."""
+    ours, panels = measured.ours, [_points(panel) for panel in figure.panels]
     columns, bars = min(figure.columns, len(panels)), any(panel.bars for panel in figure.panels)
     height = _BAR * len(panels[0]) + 0.7 if bars else _HEIGHT
     width = _WIDTHS[figure.wide]
@@ -112,43 +107,48 @@ def draw(figure: Figure, cells: Sequence[Cells], *, trial: bool = False) -> Draw
     for i, (axis, points, theirs) in enumerate(zip(axes, panels, published, strict=True)):
         axis.set_title(f"{_letters([i])} {figure.panels[i].title}")
         if bars:
-            _bars(axis, points, theirs, figure.panels[i].values, named=i % columns == 0)
+            _bars(axis, points, ours, theirs)
+            axis.set_yticks(range(len(points)), list(points) if i % columns == 0 else [])
+            axis.set_xlabel(figure.panels[i].values)
             continue
         _share(axes, figure, i)
         axis.set_xlabel(figure.x)
         for row, by_place in points.items():
-            curve(axis, list(by_place), [cell.ours for cell in by_place.values()], looks[row], row, scale=0.8)
+            summaries = [ours.get(entry) for entry in by_place.values()]
+            curve(axis, list(by_place), summaries, looks[row], row, scale=0.8)
             axis.plot([*theirs[row]], [*theirs[row].values()], marker=looks[row].marker, **_faint(looks[row].colour))
         _ticks(axis, sorted({x for by_place in points.values() for x in by_place}), figure.wide)
-    for axis, points in zip(axes, panels, strict=True):
-        _limit(axis, points)
-    every = [cell for points in panels for by_place in points.values() for cell in by_place.values()]
-    seeds = sorted({cell.ours.n for cell in every if cell.ours})
+    drawn = [[entry for by_place in points.values() for entry in by_place.values()] for points in panels]
+    for axis, entries in zip(axes, drawn, strict=True):
+        if any(entry.metric.kind == "accuracy" for entry in entries):
+            # Intervals of few seeds may be wider than all that an accuracy can be.
+            low, high = axis.get_ylim()
+            axis.set_ylim(max(low, -2), min(high, 102))
+    seeds = sorted({ours[entry].n for entries in drawn for entry in entries if entry in ours})
     _explain(axes[-1], seeds, theirs=any(at for theirs in published for at in theirs.values()), bars=bars)
     legend(drawing, axes, columns=6 if figure.wide else 3)
-    told = ["Trial runs, not by the paper's protocol"] if trial else []
+    told = ["Trial runs, not by the paper's protocol"] if measured.plan.departures else []
     told += ["One seed, so no interval"] if seeds == [1] else []
-    told += [f"Missing: {gaps}"] if (gaps := _gaps(panels)) else []
-    _tell(drawing, told, width)
+    told += [f"Missing: {gaps}"] if (gaps := _gaps(panels, ours)) else []
+    # Lines above the panels, for which the figure grows.
+    if lines := textwrap.wrap(". ".join([*told, ""]), round(_LETTERS * width)):
+        drawing.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
+        drawing.set_figheight(drawing.get_figheight() + _LINE * (1 + len(lines)))
     return drawing
 
 
-def _points(panel: Panel, measured: Cells) -> Points:
+def _points(panel: Panel) -> _Points:
     if panel.bars:
         places = {panel.bars: 0}
     else:
         places = {column: int(found[0]) for column in panel.part.columns if (found := re.search(r"\d+$", column))}
-    return {
-        row: {x: measured[row, column] for column, x in places.items() if (row, column) in measured}
-        for row in panel.part.rows
-    }
+    at = panel.part.at
+    return {row: {x: at[row, column] for column, x in places.items() if (row, column) in at} for row in panel.part.rows}
 
 
-def _published(panel: Panel, points: Points) -> dict[str, dict[int, float]]:
-    """The paper's numbers, by row and place."""
+def _published(panel: Panel, points: _Points) -> dict[str, dict[int, float]]:
     found = {
-        row: {x: cell.entry.paper.mean for x, cell in by_place.items() if cell.entry.paper}
-        for row, by_place in points.items()
+        row: {x: entry.paper.mean for x, entry in by_place.items() if entry.paper} for row, by_place in points.items()
     }
     for entry in panel.ends.entries if panel.ends else ():
         if entry.column == "average" and entry.paper and entry.row in points:
@@ -168,29 +168,20 @@ def _share(axes: Sequence[Axes], figure: Figure, i: int) -> None:
         axes[i].set_ylabel(shown[i])
 
 
-def _limit(axis: Axes, points: Points) -> None:
-    """Intervals of few seeds may be wider than all that an accuracy can be."""
-    if any(cell.entry.metric.kind == "accuracy" for by_place in points.values() for cell in by_place.values()):
-        low, high = axis.get_ylim()
-        axis.set_ylim(max(low, -2), min(high, 102))
-
-
 def _bars(
-    axis: Axes, points: Points, published: Mapping[str, Mapping[int, float]], values: str, *, named: bool
+    axis: Axes, points: _Points, ours: Mapping[Entry, Summary], published: Mapping[str, Mapping[int, float]]
 ) -> None:
     for at, (row, by_place) in enumerate(points.items()):
-        cell = by_place[0]
-        if cell.ours:
+        if summary := ours.get(by_place[0]):
             # The paper's figure has MOSE in another colour, too.
-            colour, mean = COLOURS["green" if row == "MOSE" else "sky"], cell.ours.mean
+            colour, mean = COLOURS["green" if row == "MOSE" else "sky"], summary.mean
             axis.barh(at, mean, height=0.7, color=colour)
-            ends = [end for end in cell.ours.t_interval if not math.isnan(end)]
+            ends = [end for end in summary.t_interval if not math.isnan(end)]
             axis.plot(ends, [at] * len(ends), **_INTERVAL)
             text = f"{mean:.{1 if mean >= 1 else 2}f}"
             axis.text(1, at, text, ha="right", va="center", transform=axis.get_yaxis_transform())
         axis.plot(list(published[row].values()), [at] * len(published[row]), marker="o", **_faint("black"))
-    axis.set_yticks(range(len(points)), list(points) if named else [])
-    axis.set(ylim=(len(points) - 0.4, -0.6), xlabel=values)
+    axis.set_ylim(len(points) - 0.4, -0.6)
     axis.set_xlim(0, 1.15 * axis.get_xlim()[1])  # with room for the numbers
     axis.grid(axis="y", visible=False)
 
@@ -206,16 +197,7 @@ def _explain(axis: Axes, seeds: Sequence[int], *, theirs: bool, bars: bool) -> N
         axis.plot([], [], marker="o", **_faint("black"), label="the paper")
 
 
-def _tell(drawing: Drawing, sentences: Sequence[str], width: float) -> None:
-    """Lines above the panels, for which the figure grows."""
-    lines = textwrap.wrap(". ".join([*sentences, ""]), round(_LETTERS * width))
-    if lines:
-        drawing.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=PRINT_STYLE["font.size"])
-        drawing.set_figheight(drawing.get_figheight() + _LINE * (1 + len(lines)))
-
-
 def _faint(colour: str) -> dict[str, Any]:
-    """How the paper's numbers look."""
     line = {"linestyle": "none", "markersize": 4.5, "markeredgewidth": 0.8, "markerfacecolor": "none"}
     return {**line, "markeredgecolor": colour, "alpha": 0.5, "zorder": 1}
 
@@ -227,12 +209,12 @@ def _ticks(axis: Axes, places: Sequence[int], wide: bool) -> None:
     axis.set_xlim(places[0] - margin, places[-1] + margin)
 
 
-def _gaps(panels: Sequence[Points]) -> str:
+def _gaps(panels: Sequence[_Points], ours: Mapping[Entry, Summary]) -> str:
     """Which points have no value, those of equal curves together."""
     missing: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for i, points in enumerate(panels):
         for row, by_place in points.items():
-            gap = tuple(x for x, cell in by_place.items() if cell.ours is None)
+            gap = tuple(x for x, entry in by_place.items() if entry not in ours)
             if gap:
                 missing.setdefault((row, () if len(gap) == len(by_place) else gap), []).append(i)
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}

@@ -5,26 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mose_fast.experiments.grid import Cell, folder_name
-from mose_fast.experiments.paper.description import Entry, PaperTable, Part
-from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
+from mose_fast.experiments.paper.description import DATA_SETS, DEFAULT_PRESETS, PaperTable, Presets
 from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.learner.named_settings import all_settings, dotted, telling_apart, with_absolute_paths, with_changes
 from mose_fast.settings.knob import as_text, plain
 from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig, method_settings, near_matches
 
-__all__ = ["Plan", "all_plans", "data_sets", "departure_lines", "methods_of", "settings_key", "state_lines", "stem_of"]
+__all__ = ["Plan", "all_plans", "data_sets", "departure_lines", "stem_of"]
 
 
 class Plan:
     """The runs behind a table of the paper.
 
     Args:
-        changes: Settings by dotted name that all runs get, whatever the paper says; those that a
-            method does not have are left out for its runs.
+        changes: Settings by dotted name that all runs get whose method has them.
 
     Attributes:
         left_out: Those of ``without`` that the table would have rows of.
@@ -48,57 +46,41 @@ class Plan:
         without: Collection[str] = (),
     ) -> None:
         self.name, self.seeds = name, tuple(map(plain, seeds))
-        changes = {setting: plain(value) for setting, value in (changes or {}).items()}
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds are {list(self.seeds)}; wanted at least one, and each once")
-        for setting in ("method", "preset", "seed"):
-            if setting in changes:
-                raise ConfigError(
-                    f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
-                )
-        if changes.get("evaluate_on", "test") != "test":
-            raise ConfigError(
-                f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
-                " wanted 'test'"
-            )
-        if changes.get("stream.kind") in WITHOUT_BOUNDARIES:
-            raise ConfigError(
-                f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
-                " a kind with task boundaries"
-            )
-        self.description: PaperTable = describe(name, presets)
-        there = list(dict.fromkeys(map(_data_set, self.description.entries)))
+        changes = {setting: plain(value) for setting, value in (changes or {}).items()}
+        _check_changes(name, changes)
+        whole = describe(name, presets)
+        there = list(dict.fromkeys(entry.stream for entry in whole.entries))
         self.left_out = [data_set for data_set in there if data_set in without]
         if self.left_out == there:
             raise ConfigError(f"without is {','.join(without)}, but {name} has no other data set")
-        if self.left_out:
-            self.description = _only(self.description, lambda entry: _data_set(entry) not in without)
+        self.description = whole.only(lambda entry: entry.stream not in without)
         if methods is not None:
-            _check_methods(name, methods, there := methods_of(self.description))
-            self.description = _only(self.description, lambda entry: _method(entry) in methods)
+            _check_methods(name, methods, there := _methods_of(self.description))
+            self.description = self.description.only(lambda entry: entry.method in methods)
             if set(methods) == set(there):
                 methods = None
         departures: dict[str, None] = {}
         self.used: set[str] = set()
         self._cells: dict[str, list[Cell]] = {}
         settings = [runs for e in self.description.entries for runs in (e.runs, e.over) if runs is not None]
-        for runs in {settings_key(runs): runs for runs in settings}.values():
+        for key, runs in {_key(runs): runs for runs in settings}.items():
             wanted = with_changes(None, runs)
-            known = all_settings(wanted.method)
-            self.used |= changes.keys() & known.keys()
-            config = with_absolute_paths(
-                with_changes(None, {**runs, **{n: value for n, value in changes.items() if n in known}})
-            )
+            applied = {n: value for n, value in changes.items() if n in all_settings(wanted.method)}
+            self.used |= applied.keys()
+            config = with_absolute_paths(with_changes(None, {**runs, **applied}))
             departures |= dict.fromkeys(_departures(config, wanted))
             # A run is named by how it differs from the method's preset, so that tables share
             # their common runs.
             values = {"stream.name": config.stream.name, "memory": config.memory, **_differences(config)}
+            self._cells[key] = []
             for seed in self.seeds:
                 of_run = {**values, "seed": seed}
                 cell = Cell(folder_name(of_run), dataclasses.replace(config, seed=seed), of_run)
-                self._cells.setdefault(settings_key(runs), []).append(cell)
+                self._cells[key].append(cell)
         self.departures = list(departures)
-        if methods_of(self.description) == [RunConfig.method]:
+        if _methods_of(self.description) == [RunConfig.method]:
             presets = presets._replace(baselines=DEFAULT_PRESETS.baselines)  # there is none
         self.stem = stem_of(name, presets, methods, self.left_out, trial=bool(departures))
         self.command = shlex.join(
@@ -111,21 +93,12 @@ class Plan:
 
     @property
     def cells(self) -> list[Cell]:
-        """All runs, each once. The seed varies slowest, so that every setting is run early."""
-        return list(
-            {cells[i].name: cells[i] for i in range(len(self.seeds)) for cells in self._cells.values()}.values()
-        )
+        """All runs, each once."""
+        return list({cell.name: cell for cells in self._cells.values() for cell in cells}.values())
 
     def cells_of(self, runs: Mapping[str, Any]) -> list[Cell]:
         """The runs behind an entry with these settings, by seed."""
-        return self._cells[settings_key(runs)]
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Replaces the runs' names by those of their folders."""
-        self._cells = {
-            key: [dataclasses.replace(cell, name=names[cell.name]) for cell in cells]
-            for key, cells in self._cells.items()
-        }
+        return self._cells[_key(runs)]
 
 
 def all_plans(
@@ -140,7 +113,8 @@ def all_plans(
     Raises:
         ConfigError: No table has one of the methods, or a setting is unusable.
     """
-    there = {name: methods_of(describe(name, presets), without) for name in TABLES}
+    tables = {name: describe(name, presets).only(lambda entry: entry.stream not in without) for name in TABLES}
+    there = {name: _methods_of(table) for name, table in tables.items()}
     known = list(dict.fromkeys(method for found in there.values() for method in found))
     for method in methods or ():
         if method not in known:
@@ -160,12 +134,6 @@ def departure_lines(plans: Sequence[Plan]) -> list[str]:
     """One line if runs of the plans depart from the paper's protocol, else none."""
     found = dict.fromkeys(departure for plan in plans for departure in plan.departures)
     return [f"departs from the protocol: {', '.join(found)}; there is no pass or fail"] if found else []
-
-
-def state_lines(runs: int, ended: int, left_out: Collection[str]) -> list[str]:
-    """What is missing on a page: runs that have not ended yet, and data sets."""
-    lines = [] if ended >= runs else [f"unfinished: {ended} of {runs} runs have ended so far"]
-    return lines + ([f"without {', '.join(left_out)}"] if left_out else [])
 
 
 def stem_of(name: str, presets: Presets, methods: Sequence[str] | None, left_out: Sequence[str], *, trial: bool) -> str:
@@ -188,17 +156,27 @@ def data_sets(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(meant[0] for meant in found.values()))
 
 
-def methods_of(description: PaperTable, without: Collection[str] = ()) -> list[str]:
-    """The methods that have rows in a table on other data sets than those of ``without``."""
-    return list(dict.fromkeys(_method(entry) for entry in description.entries if _data_set(entry) not in without))
+def _methods_of(description: PaperTable) -> list[str]:
+    return list(dict.fromkeys(entry.method for entry in description.entries))
 
 
-def _method(entry: Entry) -> str:
-    return entry.runs.get("method", RunConfig.method)
-
-
-def _data_set(entry: Entry) -> str:
-    return entry.runs["stream.name"]
+def _check_changes(name: str, changes: Mapping[str, Any]) -> None:
+    """Refuses settings with which runs would not be of the paper's table."""
+    for setting in ("method", "preset", "seed"):
+        if setting in changes:
+            raise ConfigError(
+                f"{setting} is set to {changes[setting]!r} for all runs of {name}, whose description says it"
+            )
+    if changes.get("evaluate_on", "test") != "test":
+        raise ConfigError(
+            f"evaluate_on is {changes['evaluate_on']!r}, but the numbers of the paper's {name} are of test images;"
+            " wanted 'test'"
+        )
+    if changes.get("stream.kind") in WITHOUT_BOUNDARIES:
+        raise ConfigError(
+            f"stream.kind is {changes['stream.kind']!r}, but the numbers of the paper's {name} are by task; wanted"
+            " a kind with task boundaries"
+        )
 
 
 def _check_methods(name: str, methods: Sequence[str], there: Sequence[str]) -> None:
@@ -210,27 +188,7 @@ def _check_methods(name: str, methods: Sequence[str], there: Sequence[str]) -> N
         raise ConfigError(f"methods are {','.join(methods)!r}; wanted at least one, and each once")
 
 
-def _only(description: PaperTable, wanted: Callable[[Entry], bool]) -> PaperTable:
-    """Some of the cells of a table alone."""
-
-    def kept(part: Part) -> Part:
-        return dataclasses.replace(part, entries=tuple(filter(wanted, part.entries)))
-
-    figures = []
-    for figure in description.figures:
-        panels = [dataclasses.replace(panel, part=kept(panel.part)) for panel in figure.panels]
-        figures.append(dataclasses.replace(figure, panels=tuple(panel for panel in panels if panel.part.entries)))
-    methods = {_method(entry) for entry in filter(wanted, description.entries)}
-    return dataclasses.replace(
-        description,
-        parts=tuple(part for part in map(kept, description.parts) if part.entries),
-        figures=tuple(figure for figure in figures if figure.panels),
-        notes=tuple(note for note in description.notes if methods.intersection(description.about.get(note, methods))),
-    )
-
-
-def settings_key(runs: Mapping[str, Any]) -> str:
-    """A text that is equal for equal settings."""
+def _key(runs: Mapping[str, Any]) -> str:
     return json.dumps(runs, sort_keys=True)
 
 
@@ -242,9 +200,12 @@ def _differences(config: RunConfig) -> dict[str, Any]:
 
 
 def _departures(config: RunConfig, wanted: RunConfig) -> list[str]:
-    found, planned = _protocol(config), _protocol(wanted)
-    differing = [name for name in planned if found[name] != planned[name]]
-    return [f"{name} {as_text(found[name])} instead of {as_text(planned[name])}" for name in differing]
+    found = _protocol(config)
+    return [
+        f"{name} {as_text(found[name])} instead of {as_text(value)}"
+        for name, value in _protocol(wanted).items()
+        if found[name] != value
+    ]
 
 
 def _protocol(config: RunConfig) -> dict[str, Any]:

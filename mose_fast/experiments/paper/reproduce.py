@@ -11,12 +11,11 @@ from mose_fast import streams
 from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.experiments.grid import Cell
-from mose_fast.experiments.paper.measured import FinishedRuns, measure
+from mose_fast.experiments.paper.description import DATA_SETS, DEFAULT_PRESETS, Presets
+from mose_fast.experiments.paper.measured import FinishedRuns
+from mose_fast.experiments.paper.pages import MARK, Section, cautions, listing, overview, text_page, web_page
 from mose_fast.experiments.paper.paper_figures import figure_files, write_figures
 from mose_fast.experiments.paper.plan import Plan, all_plans, data_sets, departure_lines, stem_of
-from mose_fast.experiments.paper.rows import DATA_SETS, DEFAULT_PRESETS, Presets
-from mose_fast.experiments.paper.text_page import cautions, listing, overview, render
-from mose_fast.experiments.paper.web_page import MARK, Section, web_page
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.sweep import run_grid
 from mose_fast.runs.files import RunError, write_atomically
@@ -57,22 +56,18 @@ def run_table(
     ``NAME.md``, ``NAME.csv``, the figures that the table has and ``NAME.html``, which shows them:
     with what there is as runs finish, and when all have ended.
 
-    Runs that depart from the paper's protocol are not judged, and the files are called
-    ``NAME-trial``. With other presets than the defaults, or for some methods alone, the files'
-    names contain them.
-
     Args:
-        name: The table's name, a key of :data:`.tables.TABLES`; or ``all``: all
-            tables, and ``paper.html``, which shows them on one page.
-        out: Folder of the tables and of the runs, as in a sweep. Tables in the same folder share
-            their common runs.
+        name: The table's name, a key of :data:`.tables.TABLES`; or ``all``: all tables, and
+            ``paper.html``, which shows them on one page.
+        out: Folder of the tables and of the runs, as in a sweep. Tables in it share common runs.
+        preset: MOSE's, ``released`` or ``paper``. The files' names contain what is not usual.
         baselines: The preset of all other methods, ``table`` or ``sources``.
         methods: The methods whose rows the table shall have; None: all. Of all tables, those
             without any are left out.
         without: The data sets whose rows the table shall not have, by names or parts of names:
             ``tiny``.
         changes: Settings by dotted name for all runs. If one differs from the paper's protocol,
-            there is no pass or fail.
+            the files are called ``NAME-trial``, and there is no pass or fail.
 
     Returns:
         The path of ``NAME.md`` or ``paper.html``, None after a dry run; and the runs that could not
@@ -114,13 +109,12 @@ def run_table(
         outcome = run_grid(ordered, out, place, **options, on_done=pages.update)
     except StreamError as error:
         raise _with_absent(error, ordered) from error
-    pages.rename(outcome.folders)
     if dry_run:
         if name == ALL:
-            say(listing(plans, outcome.forecast))
+            say(listing(plans, outcome.folders, outcome.forecast))
         return None, ()
-    sections = pages.write(outcome.failures)
-    for line in cautions([run for section in sections for _, run in section.runs]):
+    sections = pages.write(outcome.folders, outcome.failures)
+    for line in cautions(run for section in sections for run in section.measured.runs):
         say(line)
     if name == ALL:
         return page, outcome.failures
@@ -143,13 +137,6 @@ class _Pages:
         self.finished: FinishedRuns | None = None
         self.next = 0.0
 
-    def rename(self, folders: Mapping[str, str]) -> None:
-        """Notes the names that the cells have in the folder."""
-        if self.finished is None:
-            for plan in self.plans:
-                plan.rename(folders)
-            self.finished = FinishedRuns(self.plans, self.folder)
-
     def update(self, folders: Mapping[str, str]) -> None:
         """Writes the files after a run, unless they were just written: this waits for the next
         results, and may take minutes where there are thousands of runs.
@@ -157,28 +144,32 @@ class _Pages:
         began = time.monotonic()
         if began < self.next:
             return
-        self.rename(folders)
         try:
-            self.write(())
+            self.write(folders)
         except RunError as error:
             self.say(f"warning: {error}")
         ended = time.monotonic()
         self.next = ended + max(_EVERY, _SHARE * (ended - began))
 
-    def write(self, failures: Sequence[Failure]) -> list[Section]:
-        """Writes the files without the runs that could not be finished; returns what they show."""
-        sections = [self._write(plan, failures) for plan in self.plans]
+    def write(self, folders: Mapping[str, str], failures: Sequence[Failure] = ()) -> list[Section]:
+        """Writes the files without the runs that could not be finished; returns what they show.
+
+        Args:
+            folders: Name of the run folder by name of the cell.
+        """
+        if self.finished is None:
+            self.finished = FinishedRuns(self.plans, self.folder, folders)
+        sections = []
+        for plan in self.plans:
+            names = {folders[cell.name] for cell in plan.cells}
+            own = [failure for failure in failures if failure.name in names]
+            measured = self.finished.measure(plan, own)
+            text, table = text_page(measured, own)
+            write_atomically(self.folder.path / f"{plan.stem}.md", text)
+            write_atomically(self.folder.path / f"{plan.stem}.csv", table)
+            sections.append(Section(measured, write_figures(measured, self.folder)))
         write_atomically(self.page, web_page(sections, failures, self.left_out))
         return sections
-
-    def _write(self, plan: Plan, failures: Sequence[Failure]) -> Section:
-        names = {cell.name for cell in plan.cells}
-        failures = [failure for failure in failures if failure.name in names]
-        measured, runs = measure(plan, self.finished, failures)
-        text, table = render(plan, measured, runs, failures)
-        write_atomically(self.folder.path / f"{plan.stem}.md", text)
-        write_atomically(self.folder.path / f"{plan.stem}.csv", table)
-        return Section(plan, measured, runs, write_figures(plan, self.folder, measured))
 
 
 def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
@@ -193,7 +184,6 @@ def _with_absent(error: StreamError, cells: Sequence[Cell]) -> StreamError:
 
 
 def _refuse_foreign(page: Path, plan: Plan, figures: Sequence[Path]) -> None:
-    """Refuses to replace files that ``mose-fast paper`` did not write."""
     others = [page.with_suffix(".csv"), *figures]
     try:
         ours = page.read_text(encoding="utf-8", errors="replace").startswith(f"# {plan.name}: ")

@@ -1,4 +1,4 @@
-"""The tables and figures that ``mose-fast paper`` knows, by name.
+"""The tables and figures that ``mose-fast paper`` knows, and here those of ablation and analysis.
 
 Each is described for a preset of MOSE. Augmentation is that of the submission: ``simclr`` (flip,
 gray, crop), which the paper describes and the code had then; today the code's default leaves the
@@ -8,32 +8,42 @@ over 15 runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mose_fast.experiments.paper import measures
-from mose_fast.experiments.paper.appendix_tables import augmentation, classifier, student
-from mose_fast.experiments.paper.description import Entry, Figure, Panel, PaperTable, Part
-from mose_fast.experiments.paper.dilemma_tables import bof, dilemma
-from mose_fast.experiments.paper.main_tables import table1_cifar, table1_tiny, time
-from mose_fast.experiments.paper.rows import (
+from mose_fast.experiments.paper.description import (
     BASELINE_PRESETS,
-    CIFAR,
     DEFAULT_PRESETS,
+    MAIN_MEMORIES,
     NO_NUMBER,
     SMALL_MEMORIES,
-    TINY,
+    TASKS,
+    Entry,
+    Figure,
+    Panel,
+    PaperTable,
+    Part,
     Presets,
+    by_memory,
     by_task,
     final_by_task,
     mose,
-    table,
     thousands,
 )
-from mose_fast.present.published import numbers
+from mose_fast.experiments.paper.dilemma_tables import bof, dilemma
+from mose_fast.experiments.paper.main_tables import cost, small_buffers, table1_cifar, table1_tiny, time
+from mose_fast.present.published import Published, numbers
 from mose_fast.settings.run import ConfigError, method_settings, near_matches
 
 __all__ = ["TABLES", "describe"]
+
+_SECTION = "Ablation and analysis"
+_AVERAGE, _FINAL = "average accuracy (%)", "final accuracy (%)"
+_NO_AVERAGES = f"Average accuracies after each task: {NO_NUMBER} Their last points are the averages of the final ones."
+
+# A row by task: its name, runs, classifier and expert, and the paper's final accuracies.
+_Row = tuple[str, dict[str, Any], str, str, Mapping[str, Published]]
 
 
 def describe(name: str, presets: Presets = DEFAULT_PRESETS) -> PaperTable:
@@ -53,26 +63,6 @@ def describe(name: str, presets: Presets = DEFAULT_PRESETS) -> PaperTable:
     return TABLES[name](presets)
 
 
-def _small_buffers(presets: Presets) -> PaperTable:
-    entries = [
-        Entry(
-            "MOSE",
-            f"{name} {thousands(int(memory))}",
-            mose(presets, int(memory), stream, tasks=tasks),
-            measures.average_accuracy(),
-            number,
-        )
-        for stream, name, tasks in ((CIFAR, "CIFAR-100", None), (TINY, "Tiny-ImageNet", 10))
-        for memory, number in numbers("tab:small", stream)["MOSE"].items()
-    ]
-    return table(
-        "MOSE with small memories, both data sets in 10 tasks (tab:small)",
-        [Part("ACC", "tab:small", tuple(entries), 1)],
-        section="Main results",
-        caption="ACC, in percent, where the memory holds only two to five images of each class.",
-    )
-
-
 def _ablation(presets: Presets) -> PaperTable:
     entries = []
     for row, number in numbers("tab:ablation", "last expert").items():
@@ -85,12 +75,15 @@ def _ablation(presets: Presets) -> PaperTable:
             if loss not in losses
         }
         entries.append(Entry(row, "ACC", mose(presets, 5000, **options), measures.average_accuracy(), number["ACC"]))
-    return table(
+    note = (
+        "All rows are classified by the nearest class mean, also those without a contrastive loss; the paper"
+        " names no other for them."
+    )
+    return PaperTable(
         "Building blocks of MOSE, Split CIFAR-100, M = 5k (tab:ablation)",
         [Part("ACC of the last expert", "tab:ablation", tuple(entries))],
-        "All rows are classified by the nearest class mean, also those without a contrastive loss; the paper"
-        " names no other for them.",
-        section="Ablation and analysis",
+        {note: ()},
+        section=_SECTION,
         caption=(
             "What each part of MOSE adds to ACC, in percent: cross-entropy (CE), supervised contrastive loss (SCL),"
             " their use at all experts instead of the last one (multi-level supervision, MLS), and reverse"
@@ -102,19 +95,18 @@ def _ablation(presets: Presets) -> PaperTable:
 def _taskwise(presets: Presets) -> PaperTable:
     parts = []
     for title, options in (("w/o RSD", {"distillation": "off"}), ("w/ RSD", {})):
-        runs = mose(presets, 5000, **options)
-        theirs = numbers("tab:moe_acc", title)
+        runs, theirs = mose(presets, 5000, **options), numbers("tab:moe_acc", title)
         entries: list[Entry] = []
         for expert in ("1", "2", "3", "4"):
             entries += final_by_task(f"E{expert}", runs, "ncm", expert, theirs[f"E{expert}"])
         entries += by_task("MAX", runs, measures.best_final_accuracy, measures.best_final_accuracy(), theirs["MAX"])
         entries += final_by_task("MOE", runs, "ncm", "mean", theirs["MOE"])
         parts.append(Part(title, "tab:moe_acc", tuple(entries)))
-    return table(
+    return PaperTable(
         "Accuracy by task and expert, Split CIFAR-100, M = 5k (tab:moe_acc)",
         parts,
-        "MAX: on each task the single expert whose mean over the seeds is highest, as in the paper's table.",
-        section="Ablation and analysis",
+        {"MAX: on each task the single expert whose mean over the seeds is highest, as in the paper's table.": ()},
+        section=_SECTION,
         caption=(
             "Accuracy on each task after the last one, in percent, of the four experts, of the best of them on each"
             " task (MAX) and of their mean (MOE). In the paper RSD makes the last expert the best on every task, and"
@@ -129,14 +121,60 @@ def _sd_vs_rsd(presets: Presets) -> PaperTable:
         for row, options in (("SD", {"distillation": "sd"}), ("RSD", {}))
         for memory, number in numbers("tab:sd_vs_rsd", "last expert")[row].items()
     ]
-    return table(
+    return PaperTable(
         "Self-distillation against reverse self-distillation, Split CIFAR-100 (tab:sd_vs_rsd)",
         [Part("ACC of the last expert", "tab:sd_vs_rsd", tuple(entries), 1)],
-        section="Ablation and analysis",
+        {},
+        section=_SECTION,
         caption=(
             "ACC of the last expert, in percent, if the shallow experts learn from the deepest (SD), and if the deepest"
             " learns from the shallow ones (RSD). In the paper RSD leads at all sizes of the memory."
         ),
+    )
+
+
+def _student(presets: Presets) -> PaperTable:
+    def rows(memory: int, *, moe: bool) -> Iterable[_Row]:
+        for expert in ("1", "2", "3", "4"):
+            # The fourth is the deepest, which is the default.
+            runs = mose(presets, memory, **({} if expert == "4" else {"student": int(expert)}))
+            theirs = numbers("tab:rsd_final", memory)[f"E{expert}"]
+            yield f"E{expert}", runs, "ncm", "mean" if moe else expert, {} if moe else theirs
+
+    average, final = _average_and_final(
+        lambda memory: rows(memory, moe=False), ("fig:rsd_avg", "tab:rsd_final"), " of the student"
+    )
+    moe_average, moe_final = _average_and_final(
+        lambda memory: rows(memory, moe=True), ("fig:rsd_avg", "fig:rsd_final"), " of the mean of experts (MOE)"
+    )
+    about = "One of the experts, E1 to E4, as the student of reverse self-distillation, at three memory sizes:"
+    panels = "(a) to (c) of the student, (d) to (f) of the mean of all experts (MOE)."
+    return PaperTable(
+        "Reverse self-distillation into another expert, Split CIFAR-100 (tab:rsd_final, fig:rsd_avg, fig:rsd_final)",
+        [*final, *moe_final, *average, *moe_average],
+        {f"fig:rsd_final, mean of experts: {NO_NUMBER}": (), _NO_AVERAGES: ()},
+        section=_SECTION,
+        caption=(
+            "Accuracy on each task after the last one, in percent, if expert E1, E2, E3 or E4 is the one that learns"
+            " from the others: of that expert, and of the mean of all experts; and the average over the tasks so far,"
+            " after each task. In the paper the mean of experts hardly depends on the student."
+        ),
+        figures=[
+            Figure(
+                "fig:rsd_avg",
+                f"{about} average accuracy over the tasks so far, after each task; {panels}",
+                "task",
+                (*by_memory(average, _AVERAGE, "student, ", ends=final), *by_memory(moe_average, _AVERAGE, "MOE, ")),
+                name="average",
+            ),
+            Figure(
+                "fig:rsd_final",
+                f"{about} final accuracy on each task, after the last one; {panels}",
+                "task",
+                (*by_memory(final, _FINAL, "student, "), *by_memory(moe_final, _FINAL, "MOE, ")),
+                name="final",
+            ),
+        ],
     )
 
 
@@ -150,15 +188,17 @@ def _experts(presets: Presets) -> PaperTable:
                 if experts == 1:
                     options["distillation"] = "off"  # there is nobody to learn from
                 entries.append(Entry(thousands(memory), f"n = {experts}", mose(presets, memory, **options), metric))
-        parts.append(
-            Part(f"{metric.name} of the last expert by number of experts", "fig:num_of_exp", tuple(entries), 1)
-        )
-    return table(
+        title = f"{metric.name} of the last expert by number of experts"
+        parts.append(Part(title, "fig:num_of_exp", tuple(entries), 1))
+    note = (
+        f"fig:num_of_exp: {NO_NUMBER} It has four memory sizes without naming them; ours are those of"
+        ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".'
+    )
+    return PaperTable(
         "Number of experts, Split CIFAR-100 (fig:num_of_exp)",
         parts,
-        f"fig:num_of_exp: {NO_NUMBER} It has four memory sizes without naming them; ours are those of"
-        ' tab:sd_vs_rsd. Its text: "n = 4 balances both sides, w/o increasing too much complexity or cost".',
-        section="Ablation and analysis",
+        {note: ()},
+        section=_SECTION,
         caption=(
             "ACC and AF of the last expert, in percent, if the network is divided into one to eight experts, for four"
             " sizes of the memory."
@@ -176,49 +216,106 @@ def _experts(presets: Presets) -> PaperTable:
     )
 
 
-def _cost(presets: Presets) -> PaperTable:
-    settings = {"SCR+CE": {"experts": 1, "distillation": "off"}, "w/ MLS": {"distillation": "off"}, "w/ MLS, RSD": {}}
-    entries = []
-    for row, theirs in numbers("tab:cost", "components").items():
-        large, small = (mose(presets, memory, **settings[row]) for memory in (5000, 1000))
-        columns = (
-            (large, measures.minutes()),
-            (large, measures.parameters()),
-            (large, measures.macs()),
-            (small, measures.average_accuracy()),
-            (small, measures.forgetting()),
-        )
-        for (runs, metric), number in zip(columns, theirs.values(), strict=True):
-            entries.append(Entry(row, metric.name, runs, metric, number))
-    title = "minutes, parameters and multiply-accumulates at M = 5k, ACC and AF at M = 1k"
-    return table(
-        "What the components cost, Split CIFAR-100 (tab:cost)",
-        [Part(title, "tab:cost", tuple(entries))],
-        "The caption says M = 5k, but ACC and AF of the last row are those of MOSE at M = 1k in tab:acc_af, so"
-        " ACC and AF are of runs with M = 1k. The paper's minutes are of an RTX 3090; they are shown, not"
-        " judged. Its floating-point operations come from a profiler that counts more than the"
-        " multiply-accumulates of convolutions and linear layers, which ours are.",
-        section="Cost",
-        caption=(
-            "What multi-level supervision (MLS) and reverse self-distillation (RSD) cost in time, parameters and"
-            " multiply-accumulates of training, and what they gain."
-        ),
+def _augmentation(presets: Presets) -> PaperTable:
+    # The colour jitter of the code behind these numbers clamped normalised images to [0, 1].
+    views = {"SCR": {"augment": "scr", "jitter_domain": "normalised"}, "SimCLR": {}}
+
+    def rows(memory: int) -> Iterable[_Row]:
+        for row, theirs in numbers("tab:da_final", memory).items():
+            options = dict(views[row.removesuffix(" w/o flip")])
+            if row.endswith("w/o flip"):
+                options["inner_views"] = 1
+            yield row, mose(presets, memory, **options), "ncm", "last", theirs
+
+    average, final = _average_and_final(rows, ("fig:da", "tab:da_final"))
+    note = (
+        "w/o flip: without the fixed mirrored copy that doubles the rows (inner_views = 1). SCR: with the"
+        " colour jitter that clamps normalised images, as in the code behind the paper's numbers (jitter_domain"
+        " = normalised); unit would be the repaired one."
     )
+    what = "MOSE with the augmentation of SCR and of SimCLR, with and without the mirrored copy of every row (flip)"
+    return PaperTable(
+        "Augmentation and the fixed mirrored copy of every row, Split CIFAR-100 (tab:da_final, fig:da)",
+        [*final, *average],
+        {note: (), _NO_AVERAGES: ()},
+        section=_SECTION,
+        caption=(
+            "Accuracy on each task after the last one, in percent, with the augmentation of SCR and of SimCLR, each"
+            " with and without the mirrored copy of every row; and the average over the tasks so far, after each task."
+            " In the paper SimCLR's with the copy is best."
+        ),
+        figures=[_two_rows("fig:da", what, average, final)],
+    )
+
+
+def _classifier(presets: Presets) -> PaperTable:
+    views = {
+        "linear": ("linear", "last"),
+        "NCM": ("ncm", "last"),
+        "linear(MOE)": ("linear", "mean"),
+        "NCM(MOE)": ("ncm", "mean"),
+    }
+
+    def rows(memory: int) -> Iterable[_Row]:
+        for row, theirs in numbers("tab:ncm_final", memory).items():
+            yield row, mose(presets, memory), *views[row], theirs
+
+    average, final = _average_and_final(rows, ("fig:ncm", "tab:ncm_final"))
+    what = "Nearest class mean (NCM) and linear classifier of MOSE's last expert and of the mean of its experts (MOE)"
+    return PaperTable(
+        "Nearest class mean against linear classifier, Split CIFAR-100 (tab:ncm_final, fig:ncm)",
+        [*final, *average],
+        {_NO_AVERAGES: ()},
+        section=_SECTION,
+        caption=(
+            "Accuracy on each task after the last one, in percent, by the linear classifier and by the nearest class"
+            " mean (NCM), of the last expert and of the mean of experts (MOE); and the average over the tasks so far,"
+            " after each task. In the paper NCM is better; the linear classifier prefers the newest task."
+        ),
+        figures=[_two_rows("fig:ncm", what, average, final)],
+    )
+
+
+def _two_rows(source: str, what: str, average: list[Part], final: list[Part]) -> Figure:
+    caption = (
+        f"{what}, at three memory sizes: (a) to (c) average accuracy over the tasks so far, after each task; (d) to (f)"
+        " final accuracy on each task, after the last one."
+    )
+    panels = (*by_memory(average, _AVERAGE, ends=final), *by_memory(final, _FINAL))
+    return Figure(source, caption, "task", panels)
+
+
+def _average_and_final(
+    rows: Callable[[int], Iterable[_Row]], sources: tuple[str, str], of: str = ""
+) -> tuple[list[Part], list[Part]]:
+    """By memory size: average accuracy after each task, and final accuracy by task."""
+    average, final = [], []
+    for memory in MAIN_MEMORIES:
+        found, size = list(rows(memory)), thousands(memory)
+        so_far = tuple(
+            Entry(row, f"task {task + 1}", runs, measures.accuracy_after(task, None, classifier, expert))
+            for row, runs, classifier, expert, _ in found
+            for task in range(TASKS)
+        )
+        average.append(Part(f"{size}: average accuracy{of} after each task", sources[0], so_far))
+        at_end = tuple(entry for row in found for entry in final_by_task(*row))
+        final.append(Part(f"{size}: final accuracy{of} by task", sources[1], at_end))
+    return average, final
 
 
 #: By name, in the order of their page, a function from the presets to the description.
 TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "table1-cifar": table1_cifar,
     "table1-tiny": table1_tiny,
-    "small-buffers": _small_buffers,
+    "small-buffers": small_buffers,
     "ablation": _ablation,
     "taskwise": _taskwise,
     "sd-vs-rsd": _sd_vs_rsd,
-    "student": student,
+    "student": _student,
     "experts": _experts,
-    "augmentation": augmentation,
-    "classifier": classifier,
-    "cost": _cost,
+    "augmentation": _augmentation,
+    "classifier": _classifier,
+    "cost": cost,
     "time": time,
     "dilemma": dilemma,
     "bof": bof,

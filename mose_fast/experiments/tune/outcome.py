@@ -187,7 +187,7 @@ def _table(
         intervals=("95 % interval",),
     )
     for trial in trials:
-        s = summarise(values[trial.number].values(), resamples=0) if trial.number in values else None
+        s = summarise(values[trial.number].values()) if trial.number in values else None
         several = s is not None and s.n > 1
         table.add(
             {

@@ -1,17 +1,15 @@
 """Run folders with made-up accuracies: read like real ones, made in milliseconds."""
 
 import copy
-import json
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
-from mose_fast import evaluate
 from mose_fast.present.report import write_report
-from mose_fast.runs.results import accuracy_csv
 from mose_fast.train import run
+from tests.made_up import write_run
 
 EXPERTS = {"ncm": ("1", "2", "3", "4", "mean_distance"), "linear": ("1", "2", "3", "4", "mean_logit")}
 
@@ -46,39 +44,20 @@ def maker(template, runs):
         **config,
     ):
         results = copy.deepcopy(template)
-        changes = dict(changes or {})
+        changes = changes or {}
         results["config"] |= {"memory": memory, "preset": preset, "seed": seed, **config}
         results["config"]["options"] |= changes
         results["config"]["stream"] |= stream or {}
         results["resolved"] |= resolved or {}
         results["changes_from_preset"] |= changes
-        results["seed"] = seed
-        results["classes"], results["tasks"] = 2 * tasks, [[2 * t, 2 * t + 1] for t in range(tasks)]
-        results["class_order"], results["class_names"] = list(range(2 * tasks)), [str(c) for c in range(2 * tasks)]
-        after = list(range(tasks)) if after is None else after
-        complete = after == list(range(tasks))
-        results["evaluated_after"] = after
         random = np.random.default_rng([seed, memory, tasks, len(preset), len(str(changes))])
-        test, buffer = {}, {}
+        test, stored = ({classifier: {} for classifier in EXPERTS} for _ in range(2))
         for classifier, experts in EXPERTS.items():
             for expert in experts:
                 matrix = np.tril(random.uniform(0.2, 0.9, (tasks, tasks)))
-                stored = np.tril(random.uniform(0.5, 1, (tasks, tasks)))
-                matrix[[t not in after for t in range(tasks)]] = 0
-                results["accuracy"][classifier][expert] = matrix.tolist()
-                results["buffer_accuracy"][classifier][expert] = stored.tolist()
-                results["bof"][classifier][expert] = ((stored[-1] - matrix[-1]) / matrix[-1]).tolist()
-                results["acc"][classifier][expert] = evaluate.average_accuracy(matrix)
-                for name, function in (
-                    ("af_paper", evaluate.forgetting_paper),
-                    ("af_released", evaluate.forgetting_released),
-                    ("bwt", evaluate.backward_transfer),
-                    ("average_anytime_accuracy", evaluate.average_anytime_accuracy),
-                    ("new_task_accuracy", lambda m: evaluate.new_task_accuracy(m).tolist()),
-                ):
-                    results[name][classifier][expert] = function(matrix) if complete else None
-                test.setdefault(classifier, {})[expert] = [matrix[k, : k + 1].tolist() for k in after]
-                buffer.setdefault(classifier, {})[expert] = [stored[k, : k + 1].tolist() for k in after]
+                matrix[[after is not None and t not in after for t in range(tasks)]] = 0
+                test[classifier][expert] = matrix
+                stored[classifier][expert] = np.tril(random.uniform(0.5, 1, (tasks, tasks)))
         results["confusion_by_task"] = random.integers(1, 20, (tasks, tasks)).tolist()
         phases = {"train": 2.0 + seed, "capture": 0.0, "evaluate": 1.0, "checkpoint": 0.5}
         results["seconds"] |= phases | {"total": 3.5 + seed}
@@ -91,10 +70,7 @@ def maker(template, runs):
                 "average": {c: {e: float(np.mean(v)) for e, v in by.items()} for c, by in accuracy.items()},
             }
         path = runs / f"run-{len(made):03d}"
-        path.mkdir(parents=True)
-        (path / "results.json").write_text(json.dumps(results))
-        (path / "config.json").write_text(json.dumps(results["config"]))
-        (path / "accuracy.csv").write_text(accuracy_csv(test, buffer, after))
+        write_run(path, results, test, stored, after)
         made.append(path)
         return results
 

@@ -378,7 +378,7 @@ def test_precision_is_what_a_run_had_not_what_was_asked_for(make, tmp_path, no_f
     assert "The precision differs: " in page.read_text()
 
 
-def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path):
+def test_no_runs_no_folder_and_no_permission_are_errors(make, tmp_path, no_figures):
     make(0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -431,16 +431,21 @@ def test_an_earlier_report_is_replaced_and_other_files_stay(make, tmp_path, read
     make(0, preset="paper")
     page, _ = write_report([tmp_path / "runs"], tmp_path / "out")
     assert (tmp_path / "out" / "tables" / "comparisons.md").exists()
-    (tmp_path / "out" / "mine.txt").write_text("kept")
+    mine = [tmp_path / "out" / name for name in ("mine.txt", "tables/thesis.tex")]
+    for file in mine:
+        file.write_text("kept")
+    (tmp_path / "out" / "tables" / ".main.csv.ab0_xyz9").touch()  # what a killed write leaves
     write_report([tmp_path / "runs" / "run-000"], tmp_path / "out")
     assert not (tmp_path / "out" / "tables" / "comparisons.md").exists()
-    assert (tmp_path / "out" / "mine.txt").read_text() == "kept"
+    assert [file.read_text() for file in mine] == ["kept"] * 2
+    assert not list((tmp_path / "out").rglob(".*"))
     assert len(read_page(page).tables["runs"]) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["report.html", "tables/main.tex", "figures/accuracy.pdf"])
-def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name):
+def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_path, name, monkeypatch):
+    picture = Picture("accuracy", "title", "caption", b"<svg/>", b"%PDF")
+    monkeypatch.setattr("mose_fast.present.report.figures", lambda groups: [picture])
     make(0)
     file = tmp_path / "out" / name
     file.parent.mkdir(parents=True)
@@ -449,16 +454,6 @@ def test_files_that_no_report_wrote_are_neither_deleted_nor_replaced(make, tmp_p
         write_report([tmp_path / "runs"], tmp_path / "out")
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [file]
     assert file.read_text() == "mine"
-
-
-def test_a_file_between_those_of_a_report_stays(make, tmp_path, no_figures):
-    make(0)
-    write_report([tmp_path / "runs"], tmp_path / "out")
-    (tmp_path / "out" / "tables" / "thesis.tex").write_text("mine")
-    (tmp_path / "out" / "tables" / ".main.csv.ab0_xyz9").touch()  # what a killed write leaves
-    write_report([tmp_path / "runs"], tmp_path / "out")
-    assert (tmp_path / "out" / "tables" / "thesis.tex").read_text() == "mine"
-    assert not list((tmp_path / "out").rglob(".*"))
 
 
 def test_runs_on_different_data_of_one_name_are_refused(make, tmp_path, no_figures):

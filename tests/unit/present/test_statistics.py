@@ -35,12 +35,13 @@ def test_summary_by_hand():
     assert found == summarise([1.0, 2.0, 3.0, 4.0, 5.0])
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say():
+def test_intervals_cover_the_mean_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr("mose_fast.present.statistics._RESAMPLES", 499)
     rng = np.random.default_rng(0)
     samples = rng.normal(0.5, 0.1, (400, 8))
     covered = [
         [low <= 0.5 <= high for low, high in (s.t_interval, s.bootstrap_interval)]
-        for s in (summarise(sample, resamples=499) for sample in samples)
+        for s in (summarise(sample) for sample in samples)
     ]
     t, bootstrap = np.mean(covered, axis=0)
     assert 0.92 < t < 0.98  # 0.95 and three standard errors
@@ -150,12 +151,6 @@ def test_holm_by_hand():
     assert found[0::2] == pytest.approx([0.02, 0.02])
     assert math.isnan(found[1])
     assert holm([]) == []
-
-
-def test_holm_rejects_too_much_as_seldom_as_it_says():
-    rng = np.random.default_rng(2)
-    any_rejected = np.mean([min(holm(rng.uniform(size=10).tolist())) < 0.05 for _ in range(2000)])
-    assert 0.035 < any_rejected < 0.065
 
 
 def test_table_of_comparisons():

@@ -10,8 +10,7 @@ from matplotlib import font_manager, rcParams
 from matplotlib.figure import Figure
 from PIL import Image
 
-from mose_fast.runs.figure import accuracy_figure
-from mose_fast.runs.lettering import lettering
+from mose_fast.runs.figure import accuracy_figure, lettering
 
 # A letter for private use, which no font of a machine should have.
 LETTER = "\U000f0123"

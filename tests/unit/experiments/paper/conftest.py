@@ -4,7 +4,6 @@ this process.
 
 import copy
 import dataclasses
-import json
 import os
 import signal
 from contextlib import redirect_stderr
@@ -14,12 +13,11 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from mose_fast import evaluate
 from mose_fast.experiments import sweep as scheduler
 from mose_fast.experiments.step_cost import Cost
 from mose_fast.experiments.worker import run_cell
-from mose_fast.runs.results import accuracy_csv
 from mose_fast.train import run
+from tests.made_up import write_run
 from tests.paths import SHARED
 
 PAPER = SHARED / "paper" / "mose_cvpr2024.tex"
@@ -54,8 +52,8 @@ def digits(tmp_path_factory):
 
 @pytest.fixture
 def trial(digits):
-    """Arguments of a trial: width 8, 20 images for each of two tasks."""
-    return ["--stream", str(digits), "--tasks", "2", "--width", "8", "--limit-per-task", "20", "--device", "cpu"]
+    """Arguments of a trial: width 1, eight images for each of two tasks."""
+    return ["--stream", str(digits), "--tasks", "2", "--width", "1", "--limit-per-task", "8", "--device", "cpu"]
 
 
 class HereEngine:
@@ -139,39 +137,17 @@ def store(template):
 
     def write(folder, cells, accuracy, seconds=lambda config: 60.0):
         for cell in cells:
-            config = cell.config
-            results = copy.deepcopy(template)
-            results["config"], results["seed"] = config.to_dict(), config.seed
-            results["classes"], results["tasks"] = 20, [[2 * t, 2 * t + 1] for t in range(10)]
-            after = [9] if config.train_on == "final_memory" else list(range(10))
-            results["evaluated_after"] = after
+            config, results = cell.config, copy.deepcopy(template)
             names = [str(e) for e in range(1, 1 + getattr(config.options, "experts", 1))]
-            test, buffer = {}, {}
+            test = {}
             for classifier, mean in (("ncm", "mean_distance"), ("linear", "mean_logit")):
-                matrices = {name: np.array(accuracy(config, classifier, int(name)), float) for name in names}
-                matrices[mean] = np.mean(list(matrices.values()), axis=0)
-                ones = np.tri(10)
-                test[classifier] = {e: [m[k, : k + 1].tolist() for k in after] for e, m in matrices.items()}
-                buffer[classifier] = {e: [ones[k, : k + 1].tolist() for k in after] for e in matrices}
-                found = {
-                    "accuracy": lambda m: m.tolist(),
-                    "buffer_accuracy": lambda m: np.tri(10).tolist(),
-                    "bof": lambda m: evaluate.buffer_overfitting(np.ones(10), m[-1]).tolist(),
-                    "new_task_accuracy": lambda m: evaluate.new_task_accuracy(m).tolist(),
-                    "acc": evaluate.average_accuracy,
-                    "af_paper": evaluate.forgetting_paper,
-                    "af_released": evaluate.forgetting_released,
-                    "bwt": evaluate.backward_transfer,
-                    "average_anytime_accuracy": evaluate.average_anytime_accuracy,
-                }
-                for name, metric in found.items():
-                    results[name][classifier] = {e: metric(m) for e, m in matrices.items()}
+                test[classifier] = {name: np.array(accuracy(config, classifier, int(name))) for name in names}
+                test[classifier][mean] = np.mean(list(test[classifier].values()), axis=0)
+            stored = {classifier: {name: np.tri(10) for name in experts} for classifier, experts in test.items()}
+            results["config"], results["resolved"]["expert"] = config.to_dict(), names[-1]
             results["seconds"]["total"] = seconds(config)
-            results["untrained"]["acc"], results["resolved"]["expert"] = results["acc"], names[-1]
-            path = folder.run(cell.name)
-            path.mkdir(parents=True)
-            (path / "results.json").write_text(json.dumps(results))
-            (path / "config.json").write_text(json.dumps(results["config"]))
-            (path / "accuracy.csv").write_text(accuracy_csv(test, buffer, after))
+            results["untrained"]["acc"] = {c: dict.fromkeys(experts, 0.1) for c, experts in test.items()}
+            after = [9] if config.train_on == "final_memory" else None
+            write_run(folder.run(cell.name), results, test, stored, after)
 
     return write

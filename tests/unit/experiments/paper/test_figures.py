@@ -10,7 +10,7 @@ from PIL import Image
 
 from mose_fast.experiments.cells import Failure
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.paper.measured import FinishedRuns, measure
+from mose_fast.experiments.paper.measured import FinishedRuns
 from mose_fast.experiments.paper.paper_figures import KINDS, PRINT_STYLE, draw, write_figures
 from mose_fast.experiments.paper.plan import Plan
 from mose_fast.experiments.paper.tables import TABLES, describe
@@ -47,18 +47,22 @@ def runs(store, tmp_path):
     return make
 
 
+def measured(plan, folder, failures=()):
+    return FinishedRuns([plan], folder, {cell.name: cell.name for cell in plan.cells}).measure(plan, failures)
+
+
 def drawn(plan, folder, number=0, failures=()):
     """A figure of a table, as matplotlib has it."""
-    figure = plan.description.figures[number]
-    measured, _ = measure(plan, FinishedRuns([plan], folder), failures)
     with rc_context(PRINT_STYLE):
-        made = draw(figure, [measured[plan.description.parts.index(panel.part)] for panel in figure.panels])
+        made = draw(plan.description.figures[number], measured(plan, folder, failures))
         made.draw_without_rendering()
     return made
 
 
-def write(plan, folder):
-    return write_figures(plan, folder, measure(plan, FinishedRuns([plan], folder), ())[0])
+def written(plan, folder):
+    """The files of a table's figures, and the SVGs as :func:`write_figures` returns them."""
+    svgs = write_figures(measured(plan, folder), folder)
+    return svgs, {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
 
 
 def failed(cells):
@@ -272,18 +276,16 @@ def test_times(runs):
 @pytest.mark.parametrize("name", ["experts", "student", "time"])  # one column, both, and bars
 def test_files_are_equal_for_equal_runs_and_of_print_size(name, runs):
     plan, folder = runs(name, seeds=[0, 1])
-    written = write(plan, folder)
-    assert len(set(written)) == len(plan.description.figures)
-    before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
-    assert set(before) == {f"{path.stem}.{kind}" for path in written for kind in KINDS}
-    assert write(plan, folder) == written
-    assert {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()} == before
-    for figure, path in zip(plan.description.figures, written, strict=True):
-        svg = path.read_text()
-        width = float(re.search(r'<svg [^>]*width="([\d.]+)pt"', svg)[1])
+    svgs, before = written(plan, folder)
+    assert written(plan, folder) == (svgs, before)
+    stems = [figure.stem(plan.stem) for figure in plan.description.figures]
+    assert set(before) == {f"{stem}.{kind}" for stem in stems for kind in KINDS}
+    for figure, stem, svg in zip(plan.description.figures, stems, svgs, strict=True):
+        assert svg == before[f"{stem}.svg"]
+        width = float(re.search(rb'<svg [^>]*width="([\d.]+)pt"', svg)[1])
         assert width == pytest.approx(72 * (6.875 if figure.wide else 3.25))
-        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF-")
-        with Image.open(path.with_suffix(".png")) as picture:
+        assert before[f"{stem}.pdf"].startswith(b"%PDF-")
+        with Image.open(folder.path / f"{stem}.png") as picture:
             assert picture.size[0] == pytest.approx(300 * width / 72, abs=1)
 
 
@@ -345,16 +347,12 @@ def test_failed_runs_are_left_out(runs):
     assert lines(figure.axes[0])["M = 1k"][0] == (1, pytest.approx(45.5))
 
 
-def test_nothing_is_there(runs):
-    plan, folder = runs("dilemma", without=lambda config: True)
+@pytest.mark.parametrize(("name", "figures"), [("dilemma", 1), ("cost", 0)])
+def test_nothing_is_there(runs, name, figures):
+    plan, folder = runs(name, without=lambda config: True)
     folder.path.mkdir()
-    (path,) = write(plan, folder)
-    assert path.stat().st_size > 0
-
-
-def test_tables_without_figures(runs):
-    plan, folder = runs("cost", without=lambda config: True)
-    assert write(plan, folder) == []
+    svgs, files = written(plan, folder)
+    assert (len(svgs), len(files)) == (figures, figures * len(KINDS))
 
 
 def test_an_interval_without_neighbours_is_drawn(runs):

@@ -63,9 +63,9 @@ B = results(
         (metrics.average_accuracy("linear", "mean"), [170 / 6, 20]),
         (metrics.forgetting("ncm", "1"), [25, 25]),
         (metrics.forgetting("ncm", "mean"), [None, None]),
-        (metrics.final_accuracy(0), [20, 60]),
-        (metrics.final_accuracy(2, "linear", "1"), [25, 25]),
-        (metrics.final_accuracy(3), [None, None]),
+        (metrics.accuracy_after(None, 0), [20, 60]),
+        (metrics.accuracy_after(None, 2, "linear", "1"), [25, 25]),
+        (metrics.accuracy_after(None, 3), [None, None]),
         (metrics.accuracy_after(1, 0), [40, 20]),
         (metrics.accuracy_after(1, None), [60, 50]),
         (metrics.accuracy_after(1, None, "ncm", "mean"), [70, 70]),
@@ -84,9 +84,9 @@ B = results(
         (metrics.overfitting("ncm", "1"), [0.75, 0.75]),
         (metrics.overfitting(), [None, None]),
         (metrics.overfitting("ncm", "mean"), [0.3, 0.3]),
-        (metrics.minutes(), [1.5, 2]),
-        (metrics.parameters(), [11.285796] * 2),
-        (metrics.macs(), [555.5] * 2),
+        (metrics.MINUTES, [1.5, 2]),
+        (metrics.PARAMETERS, [11.285796] * 2),
+        (metrics.MACS, [555.5] * 2),
     ],
 )
 def test_by_hand(metric, wanted):
@@ -96,21 +96,16 @@ def test_by_hand(metric, wanted):
 def test_runs_that_were_evaluated_once():
     once = A | {"evaluated_after": [2], "new_task_accuracy": {"ncm": {"2": None}}}
     assert read(metrics.accuracy_after(1, 0), [once]) == [None]
-    assert read(metrics.final_accuracy(0), [once]) == [pytest.approx(20)]
+    assert read(metrics.accuracy_after(None, 0), [once]) == [pytest.approx(20)]
     assert read(metrics.new_task_accuracy(0), [once]) == [None]
     assert read(metrics.overfitting_of_old_tasks(1), [once]) == [None]
-
-
-def test_refuses_an_unknown_kind():
-    with pytest.raises(ValueError, match="kind is 'better'; wanted one of accuracy"):
-        metrics.Metric("ACC", "better", list)
 
 
 def test_an_expert_that_a_smaller_network_lacks_has_no_number():
     for metric in (
         metrics.average_accuracy("ncm", "3"),
         metrics.forgetting("linear", "3"),
-        metrics.final_accuracy(0, "ncm", "3"),
+        metrics.accuracy_after(None, 0, "ncm", "3"),
         metrics.new_task_accuracy(None, "ncm", "3"),
         metrics.overfitting_of_old_tasks(None, "ncm", "3"),
         metrics.overfitting("ncm", "3"),
@@ -119,5 +114,5 @@ def test_an_expert_that_a_smaller_network_lacks_has_no_number():
 
 
 def test_training_minutes_are_of_steps_and_their_capture():
-    (minutes,) = read(metrics.minutes(), [A])
-    assert read(metrics.training_minutes(), [A]) == [pytest.approx(0.6 * minutes)]
+    (minutes,) = read(metrics.MINUTES, [A])
+    assert read(metrics.TRAINING_MINUTES, [A]) == [pytest.approx(0.6 * minutes)]

@@ -2,12 +2,18 @@
 
 import pytest
 
-from mose_fast.experiments.paper.description import judge, target
+from mose_fast.experiments.paper.description import Entry
 from mose_fast.experiments.paper.measures import Metric
 from mose_fast.present.published import Published
 from mose_fast.present.statistics import summarise
 
 ACCURACY, FORGETTING, SIZE, FREE = (Metric(kind, kind, list) for kind in ("accuracy", "forgetting", "size", "free"))
+
+
+def entry(metric, paper, **more):
+    return Entry("row", "column", {}, metric, paper, **more)
+
+
 # Of 54.0, 54.2 and 54.4: mean 54.2, deviation 0.2, half the interval 4.303 * 0.2 / sqrt(3) = 0.497.
 CLOSE = [54.0, 54.2, 54.4]
 
@@ -33,20 +39,23 @@ CLOSE = [54.0, 54.2, 54.4]
     ],
 )
 def test_by_hand(metric, paper, values, verdict):
-    assert str(judge(metric, Published(paper), summarise(values, resamples=0))) == verdict
+    assert str(entry(metric, Published(paper)).judge(summarise(values))) == verdict
 
 
 def test_interval_of_the_example():
-    low, high = summarise(CLOSE, resamples=0).t_interval
+    low, high = summarise(CLOSE).t_interval
     assert (low, high) == (pytest.approx(53.703, abs=1e-3), pytest.approx(54.697, abs=1e-3))
 
 
 def test_targets():
-    assert [target(m, Published(50.0, 0.4)) for m in (ACCURACY, FORGETTING, SIZE, FREE)] == [49.0, 51.0, 50.5, None]
+    kinds = (ACCURACY, FORGETTING, SIZE, FREE)
+    assert [entry(metric, Published(50.0, 0.4)).target for metric in kinds] == [49.0, 51.0, 50.5, None]
 
 
-def test_nothing_is_judged_without_a_number_or_a_run():
-    ours = summarise(CLOSE, resamples=0)
-    assert judge(ACCURACY, None, ours) is None
-    assert judge(ACCURACY, Published(54.8), None) is None
-    assert judge(FREE, Published(17.5), ours) is None
+def test_nothing_is_judged_without_a_number_that_can_be_right():
+    for unjudged in (
+        entry(ACCURACY, None),
+        entry(ACCURACY, Published(54.8), doubt="a misprint"),
+        entry(FREE, Published(17.5)),
+    ):
+        assert unjudged.target is None and unjudged.judge(summarise(CLOSE)) is None

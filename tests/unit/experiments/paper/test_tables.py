@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from mose_fast.experiments.paper.description import target
-from mose_fast.experiments.paper.measured import Measured, ranked
+from mose_fast.experiments.paper.description import BASELINE_PRESETS, Presets
+from mose_fast.experiments.paper.measured import Measured
 from mose_fast.experiments.paper.plan import Plan
-from mose_fast.experiments.paper.rows import BASELINE_PRESETS, Presets
 from mose_fast.experiments.paper.tables import TABLES, describe
 from mose_fast.present import published
 from mose_fast.present.published import numbers
@@ -81,19 +80,17 @@ def test_each_table_names_its_lines_and_has_their_numbers_alone(paper_text):
 
 def test_main_table_is_complete_and_in_order(paper_text):
     """The paper's rows have ACC and AF of each memory side by side, for both data sets."""
-    ours = []
-    cifar_acc, cifar_af, tiny_acc, tiny_af = panels("tab:acc_af").values()
-    for row in cifar_acc:
-        for acc, af in ((cifar_acc, cifar_af), (tiny_acc, tiny_af)):
-            ours += [tuple(panel[row][memory]) for memory in acc[row] for panel in (acc, af)]
+    cifar, tiny = panels("tab:acc_af").values()
+    ours = [tuple(number) for row in cifar for panel in (cifar, tiny) for number in panel[row].values()]
     assert ours == printed(paper_text, "tab:acc_af")
-    assert list(cifar_acc) == list(cifar_af) == list(tiny_acc) == list(tiny_af)
+    assert list(cifar) == list(tiny)
 
 
 @pytest.mark.parametrize(("name", "columns"), [("table1-cifar", slice(0, 6)), ("table1-tiny", slice(6, 12))])
 def test_the_best_and_the_second_best_are_those_that_the_paper_marks(name, columns, paper_text):
-    part = describe(name).parts[0]
-    _, theirs = ranked(part, {(e.row, e.column): Measured(e, None, None) for e in part.entries})
+    plan = Plan(name, [0])
+    part = plan.description.parts[0]
+    _, theirs = Measured(plan, {}).ranks(part)
     (table,) = (
         t for t in re.findall(r"\\begin\{table\*.*?\\end\{table\*\}", paper_text, re.DOTALL) if "{tab:acc_af}" in t
     )
@@ -102,7 +99,7 @@ def test_the_best_and_the_second_best_are_those_that_the_paper_marks(name, colum
     marks = [
         [1 if "textbf" in cell else 2 if "textit" in cell else None for cell in row.split("&")[1:]] for row in rows
     ]
-    ours = [[theirs.get((row, column)) for column in part.columns] for row in part.rows]
+    ours = [[theirs.get(part.at[row, column]) for column in part.columns] for row in part.rows]
     del ours[-1]  # MOE-MOSE has one row there
     assert ours == [row[columns] for row in marks]
 
@@ -111,7 +108,7 @@ def test_cells_that_cannot_be_right_are_not_judged():
     doubtful = {(e.row, e.column) for e in describe("table1-cifar").entries if e.doubt}
     assert doubtful == {("ASER", "ACC M = 2k"), ("ASER", "AF M = 2k"), ("CCIL", "AF M = 1k")}
     for entry in describe("table1-cifar").entries:
-        assert (target(entry.metric, entry.standard) is None) == bool(entry.doubt)
+        assert (entry.target is None) == bool(entry.doubt)
     assert any("ACC of ASER at M = 2k is not judged" in note for note in describe("table1-cifar").notes)
     assert not any(entry.doubt for entry in describe("table1-tiny").entries)
 
@@ -163,7 +160,7 @@ def test_rows_fit_their_averages():
 def test_targets_of_the_main_table():
     """The issue's numbers."""
     for part in describe("table1-cifar").parts:
-        wanted = {(e.row, e.column): target(e.metric, e.paper) for e in part.entries}
+        wanted = {at: entry.target for at, entry in part.at.items()}
         for memory, mose, moe in (("1k", 34.1, 36.4), ("2k", 44.1, 46.0), ("5k", 53.8, 54.6)):
             assert wanted["MOSE", f"ACC M = {memory}"] == pytest.approx(mose)
             for row in ("MOE-MOSE, with RSD", "MOE-MOSE, without RSD"):
@@ -272,29 +269,13 @@ def test_what_departs_from_the_protocol():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("tasktwise", [0]), "there is no table 'tasktwise'; did you mean 'taskwise'"),
-        (("taskwise", [0], Presets("papers")), "preset is 'papers'.* did you mean 'paper'"),
-        (("taskwise", [0, 0]), r"seeds are \[0, 0\]"),
-        (("taskwise", []), r"seeds are \[\]"),
-        (("taskwise", [0], Presets(), {"seed": 3}), "seed is set to 3"),
-    ],
-)
-def test_refuses(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        Plan(*arguments)
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"presets": Presets(baselines="source")}, "baselines is 'source'; did you mean 'sources'"),
-        ({"methods": ["mse"]}, "methods has 'mse', of which bof has no row; did you mean 'mose'"),
-        ({"methods": ["gss"]}, "methods has 'gss', of which bof has no row; "),
+        ({"seeds": [0, 0]}, r"seeds are \[0, 0\]"),
+        ({"seeds": []}, r"seeds are \[\]"),
         ({"methods": ["er", "er"]}, "methods are 'er,er'; wanted at least one, and each once"),
     ],
 )
-def test_refuses_rows(given, message):
+def test_refuses(given, message):
     with pytest.raises(ConfigError, match=message):
-        Plan("bof", [0], **given)
+        Plan("bof", **{"seeds": [0], **given})
