@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "arrival_order", "long_tail"]
 
-# Purpose words of the draws, above that of the class order and below those of held-out images. To
-# these are added: the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
+# Purpose words of the draws, above that of the class order and below those of held-out images; to
+# them are added the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
 # (_MOVED), and 1 for the second draw (_CUTS).
 _ARRIVAL, _RANKS, _KEPT, _DISJOINT, _MOVED, _CUTS = (2**63 + 2**61 + n * 2**32 for n in range(6))
 
@@ -113,7 +113,6 @@ def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.n
 
 
 def _by_part(part: np.ndarray, seed: int) -> np.ndarray:
-    """Part by part, shuffled within each."""
     return np.lexsort((draw_words(len(part), seed, _ARRIVAL), part))
 
 
@@ -133,7 +132,7 @@ def _blurry(y: np.ndarray, classes: int, tasks: int, kind: Kind) -> np.ndarray:
         others = np.delete(np.arange(tasks), task)
         for head in task * each + draw_order(each, kind.kind_seed, _DISJOINT + task)[disjoint:]:
             rows = np.flatnonzero(y == head)
-            moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED + int(head))[: _rounded(kind.blur * len(rows))]]
+            moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED + int(head))[: int(kind.blur * len(rows) + 0.5)]]
             # What is left over when they are dealt evenly begins at another part for each class.
             part[moved] = others[(np.arange(len(moved)) + head) % len(others)]
     return part
@@ -149,7 +148,7 @@ def _si_blurry(y: np.ndarray, classes: int, tasks: int, kind: Kind) -> np.ndarra
     home[blurry] = np.arange(len(blurry)) * tasks // len(blurry)
     part = home[y]
     rows = np.flatnonzero(np.isin(y, blurry))
-    moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED)[: _rounded(kind.blur * len(rows))]]
+    moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED)[: int(kind.blur * len(rows) + 0.5)]]
     part[moved] = np.repeat(np.arange(tasks), _cut(len(moved), tasks, kind.kind_seed, _CUTS + 1))
     return part
 
@@ -168,8 +167,3 @@ def _whole(share: float, count: int, what: str) -> int:
             f"disjoint is {share:g}, which is {number:g} of the {count} {what}; wanted a share of whole classes"
         )
     return round(number)
-
-
-def _rounded(number: float) -> int:
-    """To a whole number, a half upwards."""
-    return int(number + 0.5)
