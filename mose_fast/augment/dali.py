@@ -31,16 +31,11 @@ _PARAMETERS = 28
 
 
 class DaliLayout(NamedTuple):
-    """What each of the V views of a call shows, on the host; padding views are left out.
-
-    Attributes:
-        rows: int32 [V], the row of the image that each view shows.
-        mirrored: bool [V], whether the fixed orientation is the mirror image; the matrix then
-            contains the mirroring.
-        turned: First view, last view + 1 and orientation of each run of views that have another
-            orientation.
-        draws: int64 [V], the row of the drawn parameters; -1 for none.
-        padding: Number of zero views to append.
+    """What each of the V views of a call shows, on the host: ``rows`` int32 [V], the row of its
+    image; ``mirrored`` bool [V], whether its fixed orientation is the mirror image, which the
+    matrix then contains; ``draws`` int64 [V], the row of its drawn parameters, -1 for none.
+    ``turned`` has first view, last view + 1 and orientation of each run of views that have another
+    orientation, ``padding`` is the number of zero views to append.
     """
 
     rows: NDArray[np.int32]
@@ -98,22 +93,14 @@ class DaliViews:
         self._copying: deque[tuple[TensorListGPU, torch.cuda.Event]] = deque()
 
     def __call__(self, images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-        """Makes the views of rows.
+        """Makes the views of images, uint8 [R, H, W, 3], on the CPU or on a GPU: float32
+        [V + padding, 3, H, W], normalised, contiguous in channels_last order. ``codes`` int32
+        [D, 6] are drawn parameters on the host, without jitter. Quarter turns need square images.
+        RuntimeError: a CUDA graph is being captured on the current stream.
 
-        Args:
-            images: uint8 [R, H, W, 3], on the CPU or on a GPU.
-            layout: What the V views show of them. Quarter turns need square images.
-            codes: int32 [D, 6] on the host, from
-                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`, without jitter.
-
-        Returns:
-            float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within
-            1e-6 (1 + |value|) of exact arithmetic if H and W are powers of two. Otherwise DALI on
-            the CPU is less exact, since it reaches each position by adding steps: within 1e-4 for
-            sides up to 40 and 5e-3 up to 224.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured on the current stream.
+        Views are within 1e-6 (1 + |value|) of exact arithmetic if H and W are powers of two.
+        Otherwise DALI on the CPU is less exact, since it reaches each position by adding steps:
+        within 1e-4 for sides up to 40 and 5e-3 up to 224.
         """
         device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

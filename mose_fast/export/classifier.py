@@ -57,7 +57,7 @@ class DeployedNetwork(nn.Module):
         std: Their standard deviation by channel.
 
     Attributes:
-        backbone: ResNet-18 without alignment modules and heads: 11,168,832 parameters at width 64.
+        backbone: ResNet-18 without alignment modules and heads.
         head: Computes a score for each class.
     """
 
@@ -84,16 +84,9 @@ class DeployedNetwork(nn.Module):
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Classifies raw images.
-
-        Args:
-            images: uint8 [N, H, W, 3].
-
-        Returns:
-            head_index: int64 [N], position in the class order.
-            label: int64 [N], the data set's own.
-            scores: float32 [N, K]: squared distances (``ncm``, the smallest wins) or logits (the
-                largest wins).
+        """Classifies raw images, uint8 [N, H, W, 3]: the positions in the class order, int64 [N];
+        the data set's labels, int64 [N]; scores float32 [N, K]: squared distances (``ncm``, the
+        smallest wins) or logits (the largest wins).
         """
         x = (images.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std
         scores = self.head(self.backbone.deepest_feature(x))
@@ -102,14 +95,9 @@ class DeployedNetwork(nn.Module):
 
 
 class Predictions(NamedTuple):
-    """The predictions for N images.
-
-    Attributes:
-        head_index: int64 [N], position in the class order.
-        label: int64 [N], the data set's own label.
-        scores: float32 [N, K], as :class:`DeployedNetwork` gives them.
-        margin: float32 [N], the difference of the best and the second best score, at least 0;
-            infinite where only one class is known.
+    """The predictions for N images: what :class:`DeployedNetwork` gives, and ``margin`` float32
+    [N], the difference of the best and the second best score, at least 0; infinite where only one
+    class is known.
     """
 
     head_index: Tensor
@@ -162,11 +150,9 @@ class Classifier:
 
     @classmethod
     def load(cls, folder: str | Path) -> Classifier:
-        """Reads ``card.json`` and ``model.safetensors``, neither of which can execute code.
-
-        Raises:
-            ExportError: The folder holds no complete export, a file is damaged, or the format is
-                newer.
+        """Reads ``card.json`` and ``model.safetensors``, neither of which can execute code. Raises
+        ExportError if the folder holds no complete export, a file is damaged, or the format is
+        newer.
         """
         folder = Path(folder)
         card = read_card(folder)
@@ -195,14 +181,7 @@ class Classifier:
             ) from error
 
     def predict(self, images: Tensor | np.ndarray) -> Predictions:
-        """Classifies raw images.
-
-        Args:
-            images: uint8 [N, H, W, 3].
-
-        Raises:
-            ValueError: Another shape or dtype.
-        """
+        """Classifies raw images, uint8 [N, H, W, 3]; ValueError for another shape or dtype."""
         images = plain_tensor(images, "images")
         height, width = self.image_size
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != (height, width, 3):

@@ -46,16 +46,14 @@ def classify_files(
         with _reported(unusable):
             files += _image_files(Path(path))
     for first in range(0, len(files), BATCH):
-        images: dict[Path, np.ndarray] = {}
-        rows: list[Path] = []
+        read: list[tuple[Path, np.ndarray]] = []
         for file in files[first : first + BATCH]:
             with _reported(unusable):
-                images[file] = _read_image(file, classifier)
-                rows.append(file)
-        if not rows:
+                read.append((file, _read_image(file, classifier)))
+        if not read:
             continue
-        found = classifier.predict(np.stack([images[file] for file in rows]))
-        for row, file in enumerate(rows):
+        found = classifier.predict(np.stack([image for _, image in read]))
+        for row, (file, _) in enumerate(read):
             head_index, margin = int(found.head_index[row]), float(found.margin[row])
             yield {
                 "path": str(file),
