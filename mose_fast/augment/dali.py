@@ -62,26 +62,23 @@ class DaliViews:
     """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without
     colour jitter.
 
-    The host has everything that decides the views, and computes the matrices. The pipeline takes
-    one array a call: the pixels of every view's row, followed by its matrix. It samples the drawn
-    window bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and
-    quarter turns are done before, by moving pixels. Every call makes the views of its own arguments
-    and nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed
-    run.
+    The host computes the matrices. The pipeline, which is built at the first call, takes one array
+    a call: the pixels of every view's row, followed by its matrix. It samples the drawn window
+    bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and quarter
+    turns are done before, by moving pixels. Nothing is prefetched, so nothing is left over at an
+    evaluation, a checkpoint or a resumed run. One object handles one image size at a time, and one
+    call at a time, from any thread.
 
     On CUDA everything runs in the order of torch's current stream: DALI copies its input on that
-    stream, hands its result to that stream and copies it there into a tensor of PyTorch's. (DALI
-    can take input without copying it, but then does not wait for the stream.) The calling thread
-    waits for DALI's launches, not for the device. A run therefore calls this from a thread of its
-    own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
+    stream and its result there into a tensor of PyTorch's. (DALI can take input without copying it,
+    but then does not wait for the stream.) The calling thread waits for DALI's launches, not for
+    the device. A run therefore calls this from a thread of its own,
+    :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
 
     Nothing here disturbs the capture of a graph on another thread. Results do not leave DALI by
     DLPack, whose tensors a thread of DALI's frees after it has waited for the whole GPU. They are
     kept until their copy is done, and everything that builds, runs, frees or ends waits until no
     graph is being captured.
-
-    The pipeline is built at the first call. One object handles one image size at a time, and one
-    call at a time, from any thread.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:

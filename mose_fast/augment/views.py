@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast import _loader
+from mose_fast import _dali, _loader
 from mose_fast.augment.dali import DaliLayout, DaliViews
-from mose_fast.device import upload
+from mose_fast.device import Choice, upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
+from mose_fast.settings.run import ConfigError
 
-__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "padded"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "choose_feed", "padded"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -32,6 +33,28 @@ RECIPES: dict[str, Recipe | None] = {
 #: Orientation codes of the fixed copies, by their number: the image; also its mirror image; each
 #: half mirrored or not; these in four quarter turns.
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
+
+
+def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
+    """The back end that the setting ``feed`` (``auto``, ``dali``, ``fused`` or ``torch``) means on
+    a device. Raises ConfigError if DALI is asked for and cannot be used.
+
+    ``auto`` is ``dali`` on CUDA if DALI can be imported, else ``fused``. For recipes with colour
+    jitter ``fused`` replaces ``dali``: DALI rotates hues in another colour space (YIQ, not HSV), so
+    its pixels would differ.
+    """
+    if wanted == "auto" and device.type != "cuda":
+        return Choice("fused")
+    if wanted in ("auto", "dali"):
+        obstacle = _dali.obstacle()
+        if obstacle and wanted == "dali":
+            raise ConfigError(f"feed is 'dali', but {obstacle}; wanted: {_dali.INSTALL}, or feed fused")
+        if obstacle:
+            return Choice("fused", f"{obstacle}: {_dali.INSTALL}")
+        if recipe is not None and recipe.jitter_p > 0:
+            return Choice("fused", "not dali, whose colour jitter gives other pixels")
+        return Choice("dali")
+    return Choice(wanted)
 
 
 class ViewInputs(NamedTuple):

@@ -49,11 +49,9 @@ def evaluate_learner(
     boundaries, on the classes seen so far, as one task. The memory, of at least one sample, serves
     both the class means and the buffer accuracy.
 
-    Args:
-        prepare: False evaluates the network as it stands, even where the method trains it only for
-            evaluations.
-        sample: Some of the images evaluated on, as int64 rows of ``stream.x_test``, whose accuracy
-            is given by itself, too.
+    ``prepare`` False evaluates the network as it stands, even where the method trains it only for
+    evaluations. ``sample`` are some of the images evaluated on, as int64 rows of ``stream.x_test``,
+    whose accuracy is given by itself, too.
     """
     if prepare:
         learner.prepare_evaluation()

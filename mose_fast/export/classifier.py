@@ -47,18 +47,14 @@ class NearestClassMean(nn.Module):
 
 
 class DeployedNetwork(nn.Module):
-    """The exported network: from raw images to labels.
+    """The exported network: from raw images to labels, by ``backbone``, a ResNet-18 without
+    alignment modules and heads, and ``head``, which computes a score for each class.
 
     Args:
         width: Channels of the first stage; the feature has D = 8 * width.
         head: ``ncm``, ``linear``, ``cosine`` or ``scaled_cosine``, whose scale is learned.
         class_order: Original label by head index; K classes.
-        mean: Mean of images in [0, 1] by channel.
-        std: Their standard deviation by channel.
-
-    Attributes:
-        backbone: ResNet-18 without alignment modules and heads.
-        head: Computes a score for each class.
+        mean, std: Of images in [0, 1] by channel.
     """
 
     def __init__(
@@ -107,21 +103,15 @@ class Predictions(NamedTuple):
 
 
 class Classifier:
-    """An exported classifier, on the CPU.
-
-    Args:
-        tensors: Weights, running statistics and head by name, as in ``model.safetensors``.
+    """An exported classifier, on the CPU, of a card and the tensors in ``model.safetensors``.
+    Raises ValueError if these do not belong together.
 
     Attributes:
-        card: The card.
         network: The :class:`DeployedNetwork`, in evaluation mode.
         image_size: (H, W) of the images in pixels.
         resize: The side that image files are resized and centre-cropped to
             (:func:`mose_fast.streams.decoding.centre_square`); None: they must have ``image_size``.
         class_names: The classes' names by head index.
-
-    Raises:
-        ValueError: Card and tensors do not belong together.
     """
 
     def __init__(self, card: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -47,16 +47,13 @@ def export_run(
     """Writes the deployable classifier of a finished run. The data set is not needed.
 
     Args:
-        out: Folder for the card and the models; None: ``export`` in the run's.
+        out: Folder for the card and the models, which is returned; None: ``export`` in the run's.
         formats: Keys of :data:`MODELS`: ``safetensors`` (which :meth:`Classifier.load` reads),
             ``onnx``, ``torch`` (torch.export).
         classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one
             of the two.
         overwrite: Replace an earlier export in ``out``; other files stay. An interrupted export is
             always replaced.
-
-    Returns:
-        The folder.
 
     Raises:
         ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not
@@ -91,9 +88,7 @@ def export_run(
     exported = Classifier(card, tensors)
     files = {}
     if "safetensors" in formats:
-        files[MODELS["safetensors"]] = save(
-            {name: t.contiguous() for name, t in tensors.items()}, {"mose_fast_export": str(FORMAT)}
-        )
+        files[MODELS["safetensors"]] = save(tensors, {"mose_fast_export": str(FORMAT)})
     if {"onnx", "torch"} & set(formats):
         files |= _programs(exported, formats)
     card["files"] = {

@@ -191,9 +191,8 @@ class ExpertNetwork(nn.Module):
         """The last expert's feature [N, D]: the deployed network, without alignment and heads."""
         check_image_size(*x.shape[2:])
         h = self.stem(x)
-        for stage in range(1, 5):
-            blocks = getattr(self, f"stage{stage}")
-            h = blocks.block1(blocks.block0(h))
+        for _, block in self._blocks():
+            h = block(h)
         return h.mean(dim=(2, 3))
 
     def classify(self, features: Tensor) -> Tensor:

@@ -80,12 +80,9 @@ def _from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
-    """Colour jitter of images [N, 3, H, W] in [0, 1], clamped to that range.
-
-    Args:
-        factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation,
-            value and contrast.
-        contrast_first: bool [N]: contrast before hue, saturation and value, or after them.
+    """Colour jitter of images [N, 3, H, W] in [0, 1], clamped to that range. ``factors`` [N, 4] are
+    hue in units of 255/360 turns (as released), then factors of saturation, value and contrast;
+    ``contrast_first`` bool [N]: contrast before the others, or after them.
     """
 
     def contrast(x: Tensor) -> Tensor:

@@ -53,8 +53,7 @@ class Problem(ABC):
 
     Attributes:
         op: The op, and ``form``, PyTorch's form of it.
-        rounded: How many maps are rounded to ``dtype`` between inputs and results; 0 where all is
-            computed in float32 and rounded once.
+        rounded: How many maps are rounded to ``dtype`` between inputs and results.
         floor: What another order of sums may cost, of the largest number of a result: 64 roundings
             of float32. 0: results are decisions or copies, whose bits must be equal.
     """

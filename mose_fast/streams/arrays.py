@@ -171,18 +171,14 @@ def from_arrays(
             in the memory. Rounded to whole images, a half upwards. None: none.
         validation_seed: Seed that they are drawn from, class by class, independently of all else.
         evaluate_on: ``test``, or ``validation`` for the held-out images.
-        kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
-            docs/streams.md. A kind without task boundaries is drawn on the classes of the first
-            tasks.
-        kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
-            :class:`mose_fast.settings.run.StreamConfig`.
+        kind, kind_seed, disjoint, blur, imbalance, drift: See docs/streams.md. A kind without task
+            boundaries is drawn on the classes of the first tasks.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.
 
-    Raises:
-        StreamError: An array or argument cannot be used.
-        ConfigError: A setting of the kind is out of range.
+    StreamError: an array or argument cannot be used; ConfigError: a setting of the kind is out of
+    range.
     """
     settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
     kind, evaluate_on, name, mirror_safe = settings.kind, plain(evaluate_on), plain(name), plain(mirror_safe)
@@ -316,11 +312,9 @@ def from_batches(
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
         class_tasks: The labels of each task. A batch belongs to the task with its labels; the tasks
             follow one another even if their batches alternate.
-        name, normalisation, mirror_safe, class_names: See :func:`from_arrays`.
 
-    Raises:
-        StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
-            counts tasks and batches from 0.
+    The others are those of :func:`from_arrays`. Raises StreamError if a batch cannot be used, mixes
+    tasks, or a task has no images; the message counts tasks and batches from 0.
     """
     recorded = _record_tasks(tasks) if class_tasks is None else _record_flat(tasks, class_tasks)
     for t, batches in enumerate(recorded):

@@ -72,11 +72,9 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
     et al., CVPR 2019), in an order that is drawn (Liu et al., ECCV 2022: shuffled): the rows that
     are kept, ascending. Raises StreamError if a class would have no image.
 
-    Args:
-        y: Head index of each image, int64 [N].
-        labels: The label of each head index.
-        known: All labels of the data set, sorted. Those of later tasks count, so that the first
-            tasks of a stream are the same however many there are.
+    ``y`` int64 [N] are head indices, ``labels`` the label of each head index, ``known`` all labels
+    of the data set, sorted: those of later tasks count, so that the first tasks of a stream are the
+    same however many there are.
     """
     ranks = np.argsort(draw_order(len(known), kind.kind_seed, _RANKS))
     kept = []
@@ -96,12 +94,9 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
 
 def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.ndarray]:
     """How the images of a stream without task boundaries arrive: a function from the seed of a run
-    to the order, int64 [N], which holds every row once. Raises StreamError if the classes cannot be
-    split as the settings say.
-
-    Args:
-        y: Head index of each image, int64 [N]; every class occurs.
-        tasks: Number of parts that the classes are split into, equally and in class order.
+    to the order, int64 [N], which holds every row once. ``y`` int64 [N] are head indices of which
+    every one occurs; the classes are split into ``tasks`` parts, equally and in class order. Raises
+    StreamError if they cannot be split as the settings say.
     """
     classes = int(y.max()) + 1
     if kind.kind == "task_free":

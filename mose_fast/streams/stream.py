@@ -63,12 +63,9 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
 
 
 class HeldOut(NamedTuple):
-    """Training images that are held out for validation: never trained on, never in the memory.
-
-    Attributes:
-        share: Share of each class's training images.
-        seed: The seed that they were drawn from.
-        rows: Which of the data set's training images they are, in data order: int64 [n].
+    """Training images that are held out for validation, never trained on, never in the memory: a
+    ``share`` of each class's, drawn from ``seed``; ``rows`` int64 [n], which of the data set's
+    training images they are, in data order.
     """
 
     share: float
@@ -88,11 +85,9 @@ class Stream:
     notice where one ends.
 
     Attributes:
-        x_train: Training images, uint8 [N, H, W, 3].
-        y_train: Head index of each training image, int64 [N].
-        x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
-            the held-out training images where :attr:`split` is ``validation``.
-        y_test: Head index of each of them, int64 [N'].
+        x_train, y_train: Training images, uint8 [N, H, W, 3], and the head index of each, int64.
+        x_test, y_test: The same of what the learner is evaluated on: the test images, or the
+            held-out training images where :attr:`split` is ``validation``.
         tasks: The head indices of each task's classes; a stream without task boundaries is one
             task.
         class_order: ``class_order[head index]`` is the label in the data set.
@@ -104,7 +99,6 @@ class Stream:
         arrival: For a stream recorded from batches, each task's batches as int64 indices into
             ``x_train``; None: each pass over a task is shuffled.
         split: What ``x_test`` holds: ``test`` or ``validation``.
-        held_out: The training images that are held out; None: none.
         kind: The settings by which :mod:`mose_fast.streams.kinds` made the stream; None: ``tasks``.
         order: For a stream without task boundaries: gives the order in which the training images
             arrive, int64 [N], for the seed of a run. None: there are boundaries.
@@ -194,9 +188,9 @@ class Stream:
         the last of a task, and of a stream without task boundaries, may be smaller.
 
         Images of a task are shuffled by (seed, task, epoch) alone, so that any batch can be found
-        again after a restart. A stream recorded from batches keeps its own batches in every epoch,
-        and one without task boundaries comes once. Raises IndexError if there is no such part,
-        StreamError if the seed does not fit into 64 bits.
+        again after a restart. A stream recorded from batches keeps its own in every epoch, and one
+        without task boundaries comes once. IndexError: there is no such part; StreamError: the seed
+        does not fit into 64 bits.
         """
         if self.order is not None:
             first, last = self._ends(part)

@@ -237,6 +237,7 @@ def test_two_threads_with_a_maker_each_and_with_one_together():
     assert not failures
 
 
+@pytest.mark.slow
 @needs_dali
 def test_a_program_ends_with_a_pipeline_open():
     program = (

@@ -18,7 +18,7 @@ from mose_fast import _loader
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.processes import python
 from mose_fast.self_check import verdict as module
-from mose_fast.self_check.rows import OPS, Row
+from mose_fast.self_check.rows import OPS
 from mose_fast.self_check.verdict import SWITCH, check, settle, stored
 
 CPU = torch.device("cpu")
