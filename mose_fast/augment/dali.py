@@ -168,9 +168,7 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     """uint8 [V, H * W * 3 + 28]: the pixels that each view shows, then its parameters."""
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
-    host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)
-    _fill_parameters(host[:, :-1], layout, codes.numpy(), height, width)
-    host[:, -1].view(np.int32)[:] = layout.rows
+    host = np.column_stack([_parameters(layout, codes.numpy(), height, width), layout.rows.view(np.float32)])
     numbers = upload(torch.from_numpy(host), images.device).view(torch.uint8)
     shown = numbers[:, _PARAMETERS:].contiguous().view(torch.int32).flatten()
     rows = images.contiguous().view(len(images), -1).index_select(0, shown)
@@ -180,9 +178,7 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     return torch.cat([rows, numbers[:, :_PARAMETERS]], 1)
 
 
-def _fill_parameters(
-    target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int
-) -> None:
+def _parameters(layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int) -> NDArray[np.float32]:
     """Where the pixels of each view come from, a 2x3 matrix, and if it is grey: float32 [V, 7]."""
     # In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes
     # from position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image
@@ -194,13 +190,9 @@ def _fill_parameters(
     across, left = w / np.float32(width), (width + x - w) / 2
     # A drawn mirror of a view that is already mirrored cancels out.
     mirrored = (mirror != 0) != layout.mirrored
-    target[:, 0] = np.where(mirrored, -across, across)
-    target[:, 1] = 0
-    target[:, 2] = np.where(mirrored, width - left, left)
-    target[:, 3] = 0
-    target[:, 4] = h / np.float32(height)
-    target[:, 5] = (height + y - h) / 2
-    target[:, 6] = flags & GRAY
+    nothing, grey = np.zeros_like(left), (flags & GRAY).astype(np.float32)
+    sideways = [np.where(mirrored, -across, across), nothing, np.where(mirrored, width - left, left)]
+    return np.column_stack([*sideways, nothing, h / np.float32(height), (height + y - h) / 2, grey])
 
 
 def _build(

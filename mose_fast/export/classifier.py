@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mose_fast.export.card import CARD, MODELS, ExportError, read_card
 from mose_fast.learner.data import plain_tensor
 from mose_fast.learner.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
+from mose_fast.nn.class_means import squared_distances
 
 __all__ = ["BATCH", "Classifier", "DeployedNetwork", "Predictions"]
 
@@ -27,11 +26,7 @@ BATCH = 256
 
 
 class NearestClassMean(nn.Module):
-    """Squared Euclidean distances to the class means (paper section 5.1), float64 [N, K], infinite
-    for classes without a mean.
-
-    :class:`mose_fast.nn.ClassMeans` for one expert, in operations that ONNX has.
-    """
+    """:class:`mose_fast.nn.ClassMeans` for one expert."""
 
     def __init__(self, classes: int, feature_size: int) -> None:
         super().__init__()
@@ -39,11 +34,7 @@ class NearestClassMean(nn.Module):
         self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
 
     def forward(self, features: Tensor) -> Tensor:
-        # In float64, since means may lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would
-        # cancel.
-        features, means = F.normalize(features, dim=-1).double(), self.means.double()
-        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1)
-        return (squares - 2 * features @ means.T).masked_fill(~self.known, math.inf)
+        return squared_distances(features, self.means, self.known)
 
 
 class DeployedNetwork(nn.Module):

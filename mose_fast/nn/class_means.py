@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "ClassMeans", "classify"]
+__all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "ClassMeans", "classify", "squared_distances"]
 
 #: The classifiers, and what their mean of experts averages: squared distances to the class means,
 #: or logits.
@@ -45,11 +45,7 @@ class ClassMeans:
         """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes:
         float64 [E, N, K], infinite for classes without a prototype.
         """
-        # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2
-        # + |m|^2 - 2am would cancel.
-        features, means = F.normalize(features.float(), dim=-1).double(), self.means.double()
-        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(1)
-        return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
+        return squared_distances(features, self.means, self.known)
 
     def predict(self, features: Tensor) -> Tensor:
         """The labels that every expert predicts for ``features`` [E, N, D], and in a last row those
@@ -63,6 +59,17 @@ class ClassMeans:
             )
         distances = self.distances(features)
         return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)
+
+
+def squared_distances(features: Tensor, means: Tensor, known: Tensor) -> Tensor:
+    """Those of normalised ``features`` [..., N, D] and ``means`` [..., K, D], float64 [..., N, K],
+    infinite where bool [K] ``known`` is False; in operations that ONNX has.
+    """
+    # In float64, since means of an untrained network lie within 1e-4 of each other: |a|^2 + |m|^2 -
+    # 2am would cancel.
+    features, means = F.normalize(features.float(), dim=-1).double(), means.double()
+    squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(-2)
+    return (squares - 2 * features @ means.transpose(-2, -1)).masked_fill(~known, float("inf"))
 
 
 def classify(features: Tensor, logits: Tensor, means: ClassMeans | None) -> dict[str, dict[str, Tensor]]:

@@ -15,8 +15,6 @@ import torch
 from mose_fast import _dali
 from mose_fast.augment import RECIPES, ViewMaker, choose_feed
 from mose_fast.methods import create_learner
-from mose_fast.ops.augment import augment
-from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.reference import augment as reference
 from mose_fast.settings.run import ConfigError
 from tests.paths import ROOT
@@ -324,14 +322,6 @@ def test_only_the_native_op_can_be_captured_in_a_graph(monkeypatch):
     assert not maker("fused").capturable
     monkeypatch.setattr("mose_fast._loader.native", None)
     assert not maker("fused").capturable
-
-
-def test_plain_is_the_reference_itself():
-    x, rows = noise(6), torch.arange(6)
-    layout = torch.stack([rows, rows % 4, rows], 1).to(torch.int32)
-    codes, factors = draw_augment_parameters(Recipe(gray_p=0.5, area_low=0.3), 1, 2, 6, 32, 32)
-    wanted = reference.augment([x], rows, layout, codes, factors, list(MEAN), list(STD), False, torch.float32, 3)
-    assert torch.equal(augment([x], rows, layout, codes, factors, MEAN, STD, plain=True), wanted)
 
 
 # Learners
