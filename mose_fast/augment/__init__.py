@@ -1,6 +1,5 @@
 """Views of images: parameters are drawn once, then applied by a back end."""
 
-from mose_fast.augment.feeds import choose_feed
-from mose_fast.augment.views import RECIPES, ViewInputs, ViewMaker
+from mose_fast.augment.views import RECIPES, ViewInputs, ViewMaker, choose_feed
 
 __all__ = ["RECIPES", "ViewInputs", "ViewMaker", "choose_feed"]

@@ -31,16 +31,11 @@ _PARAMETERS = 28
 
 
 class DaliLayout(NamedTuple):
-    """What each of the V views of a call shows, on the host; padding views are left out.
-
-    Attributes:
-        rows: int32 [V], the row of the image that each view shows.
-        mirrored: bool [V], whether the fixed orientation is the mirror image; the matrix then
-            contains the mirroring.
-        turned: First view, last view + 1 and orientation of each run of views that have another
-            orientation.
-        draws: int64 [V], the row of the drawn parameters; -1 for none.
-        padding: Number of zero views to append.
+    """What each of the V views of a call shows, on the host: ``rows`` int32 [V], the row of its
+    image; ``mirrored`` bool [V], whether its fixed orientation is the mirror image, which the
+    matrix then contains; ``draws`` int64 [V], the row of its drawn parameters, -1 for none.
+    ``turned`` has first view, last view + 1 and orientation of each run of views that have another
+    orientation, ``padding`` is the number of zero views to append.
     """
 
     rows: NDArray[np.int32]
@@ -67,26 +62,23 @@ class DaliViews:
     """Makes views by DALI: the twin of :func:`mose_fast.ops.augment.augment` for recipes without
     colour jitter.
 
-    The host has everything that decides the views, and computes the matrices. The pipeline takes
-    one array a call: the pixels of every view's row, followed by its matrix. It samples the drawn
-    window bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and
-    quarter turns are done before, by moving pixels. Every call makes the views of its own arguments
-    and nothing is prefetched, so nothing is left over at an evaluation, a checkpoint or a resumed
-    run.
+    The host computes the matrices. The pipeline, which is built at the first call, takes one array
+    a call: the pixels of every view's row, followed by its matrix. It samples the drawn window
+    bilinearly (a mirror is a negative width), normalises and makes grey. Half mirrors and quarter
+    turns are done before, by moving pixels. Nothing is prefetched, so nothing is left over at an
+    evaluation, a checkpoint or a resumed run. One object handles one image size at a time, and one
+    call at a time, from any thread.
 
     On CUDA everything runs in the order of torch's current stream: DALI copies its input on that
-    stream, hands its result to that stream and copies it there into a tensor of PyTorch's. (DALI
-    can take input without copying it, but then does not wait for the stream.) The calling thread
-    waits for DALI's launches, not for the device. A run therefore calls this from a thread of its
-    own, :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
+    stream and its result there into a tensor of PyTorch's. (DALI can take input without copying it,
+    but then does not wait for the stream.) The calling thread waits for DALI's launches, not for
+    the device. A run therefore calls this from a thread of its own,
+    :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
 
     Nothing here disturbs the capture of a graph on another thread. Results do not leave DALI by
     DLPack, whose tensors a thread of DALI's frees after it has waited for the whole GPU. They are
     kept until their copy is done, and everything that builds, runs, frees or ends waits until no
     graph is being captured.
-
-    The pipeline is built at the first call. One object handles one image size at a time, and one
-    call at a time, from any thread.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -98,22 +90,14 @@ class DaliViews:
         self._copying: deque[tuple[TensorListGPU, torch.cuda.Event]] = deque()
 
     def __call__(self, images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
-        """Makes the views of rows.
+        """Makes the views of images, uint8 [R, H, W, 3], on the CPU or on a GPU: float32
+        [V + padding, 3, H, W], normalised, contiguous in channels_last order. ``codes`` int32
+        [D, 6] are drawn parameters on the host, without jitter. Quarter turns need square images.
+        RuntimeError: a CUDA graph is being captured on the current stream.
 
-        Args:
-            images: uint8 [R, H, W, 3], on the CPU or on a GPU.
-            layout: What the V views show of them. Quarter turns need square images.
-            codes: int32 [D, 6] on the host, from
-                :func:`mose_fast.ops.augment_parameters.draw_augment_parameters`, without jitter.
-
-        Returns:
-            float32 [V + padding, 3, H, W], normalised, contiguous in channels_last order; within
-            1e-6 (1 + |value|) of exact arithmetic if H and W are powers of two. Otherwise DALI on
-            the CPU is less exact, since it reaches each position by adding steps: within 1e-4 for
-            sides up to 40 and 5e-3 up to 224.
-
-        Raises:
-            RuntimeError: A CUDA graph is being captured on the current stream.
+        Views are within 1e-6 (1 + |value|) of exact arithmetic if H and W are powers of two.
+        Otherwise DALI on the CPU is less exact, since it reaches each position by adding steps:
+        within 1e-4 for sides up to 40 and 5e-3 up to 224.
         """
         device, count, (height, width) = images.device, len(layout.rows), images.shape[1:3]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -184,9 +168,7 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     """uint8 [V, H * W * 3 + 28]: the pixels that each view shows, then its parameters."""
     _, height, width, channels = images.shape
     # One upload: the parameters, then the row as int32.
-    host = np.empty((len(layout.rows), _PARAMETERS // 4 + 1), np.float32)
-    _fill_parameters(host[:, :-1], layout, codes.numpy(), height, width)
-    host[:, -1].view(np.int32)[:] = layout.rows
+    host = np.column_stack([_parameters(layout, codes.numpy(), height, width), layout.rows.view(np.float32)])
     numbers = upload(torch.from_numpy(host), images.device).view(torch.uint8)
     shown = numbers[:, _PARAMETERS:].contiguous().view(torch.int32).flatten()
     rows = images.contiguous().view(len(images), -1).index_select(0, shown)
@@ -196,9 +178,7 @@ def _packed(images: Tensor, layout: DaliLayout, codes: Tensor) -> Tensor:
     return torch.cat([rows, numbers[:, :_PARAMETERS]], 1)
 
 
-def _fill_parameters(
-    target: NDArray[np.float32], layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int
-) -> None:
+def _parameters(layout: DaliLayout, codes: NDArray[np.int32], height: int, width: int) -> NDArray[np.float32]:
     """Where the pixels of each view come from, a 2x3 matrix, and if it is grey: float32 [V, 7]."""
     # In a window of w pixels with its centre at x = (W + offset) / 2, pixel x' of the view comes
     # from position w / W x' + (W + offset - w) / 2, where corners count from 0; in a mirrored image
@@ -210,13 +190,9 @@ def _fill_parameters(
     across, left = w / np.float32(width), (width + x - w) / 2
     # A drawn mirror of a view that is already mirrored cancels out.
     mirrored = (mirror != 0) != layout.mirrored
-    target[:, 0] = np.where(mirrored, -across, across)
-    target[:, 1] = 0
-    target[:, 2] = np.where(mirrored, width - left, left)
-    target[:, 3] = 0
-    target[:, 4] = h / np.float32(height)
-    target[:, 5] = (height + y - h) / 2
-    target[:, 6] = flags & GRAY
+    nothing, grey = np.zeros_like(left), (flags & GRAY).astype(np.float32)
+    sideways = [np.where(mirrored, -across, across), nothing, np.where(mirrored, width - left, left)]
+    return np.column_stack([*sideways, nothing, h / np.float32(height), (height + y - h) / 2, grey])
 
 
 def _build(

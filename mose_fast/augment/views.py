@@ -1,23 +1,23 @@
-"""From the raw rows of a step to its normalised views (docs/specification/mose.md section 5.3,
-paper section on data augmentation).
-"""
+"""From the raw rows of a step to its normalised views (docs/specification/mose.md section 5.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mose_fast import _loader
+from mose_fast import _dali, _loader
 from mose_fast.augment.dali import DaliLayout, DaliViews
-from mose_fast.device import upload
+from mose_fast.device import Choice, upload
 from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
+from mose_fast.settings.run import ConfigError
 
-__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "padded"]
+__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "choose_feed", "padded"]
 
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
@@ -35,15 +35,32 @@ RECIPES: dict[str, Recipe | None] = {
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
 
 
-class ViewInputs(NamedTuple):
-    """Everything that decides the views of a step, apart from its images.
+def choose_feed(wanted: str, device: torch.device, recipe: Recipe | None) -> Choice:
+    """The back end that the setting ``feed`` (``auto``, ``dali``, ``fused`` or ``torch``) means on
+    a device. Raises ConfigError if DALI is asked for and cannot be used.
 
-    Attributes:
-        rows: int64 [R], the number of each row's image; -1 for padding rows.
-        layout: int32 [V, 3], what each view shows, for :func:`mose_fast.ops.augment.augment`.
-        codes: int32 [D, 6], the drawn parameters of augmented views.
-        factors: float32 [D, 4], the drawn factors of colour jitter.
-        shown: int64 [V], the row that each view shows.
+    ``auto`` is ``dali`` on CUDA if DALI can be imported, else ``fused``. For recipes with colour
+    jitter ``fused`` replaces ``dali``: DALI rotates hues in another colour space (YIQ, not HSV), so
+    its pixels would differ.
+    """
+    if wanted == "auto" and device.type != "cuda":
+        return Choice("fused")
+    if wanted in ("auto", "dali"):
+        obstacle = _dali.obstacle()
+        if obstacle and wanted == "dali":
+            raise ConfigError(f"feed is 'dali', but {obstacle}; wanted: {_dali.INSTALL}, or feed fused")
+        if obstacle:
+            return Choice("fused", f"{obstacle}: {_dali.INSTALL}")
+        if recipe is not None and recipe.jitter_p > 0:
+            return Choice("fused", "not dali, whose colour jitter gives other pixels")
+        return Choice("dali")
+    return Choice(wanted)
+
+
+class ViewInputs(NamedTuple):
+    """Everything that decides the views of a step, apart from its images: ``rows`` int64 [R], the
+    number of each row's image, -1 for padding rows; ``layout``, ``codes`` and ``factors`` for
+    :func:`mose_fast.ops.augment.augment`; ``shown`` int64 [V], the row that each view shows.
     """
 
     rows: Tensor
@@ -86,23 +103,18 @@ def _layout(
 
 class ViewMaker:
     """Makes the views of a step: fixed copies of every set of rows, then the same copies once more
-    with random augmentation.
-
-    Views are made on the images' device, contiguous in channels_last order. Three back ends (feeds)
-    make the same pixels from the same parameters: the native op
-    :func:`mose_fast.ops.augment.augment`, its reference in plain PyTorch, and DALI
-    (:class:`DaliViews`).
+    with random augmentation; on the images' device, contiguous in channels_last order.
 
     Args:
         recipe: Name in :data:`RECIPES`.
         inner_views: Fixed copies of a row: 1, 2, 4 or 16.
         mirror: False if mirroring changes the label; then there are no mirrored copies and no
             random mirrors.
-        mean: Mean of each channel of images in [0, 1].
-        std: Standard deviation of each channel.
+        mean, std: Of each channel of images in [0, 1].
         jitter_normalised: Whether colour jitter acts on normalised images, as in the released code.
-        feed: ``fused``, ``torch``, or ``dali``, which raises ValueError for a recipe with colour
-            jitter.
+        feed: What makes the same pixels from the same parameters: ``fused``, the native op
+            :func:`mose_fast.ops.augment.augment`; ``torch``, its reference in plain PyTorch; or
+            ``dali``, :class:`DaliViews`, which raises ValueError for a recipe with colour jitter.
     """
 
     def __init__(
@@ -124,9 +136,7 @@ class ViewMaker:
                 f"feed is 'dali' for recipe {recipe!r}, whose colour jitter DALI computes otherwise; wanted fused or"
                 " torch"
             )
-        if drawn is not None and not mirror:
-            drawn = Recipe(**{**vars(drawn), "mirror_p": 0.0})
-        self.recipe = drawn
+        self.recipe = drawn if drawn is None or mirror else replace(drawn, mirror_p=0.0)
         self.orientations = _ORIENTATIONS[inner_views if mirror else 1]
         self.jitter_normalised = jitter_normalised
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
@@ -165,23 +175,17 @@ class ViewMaker:
 
     def make(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int) -> tuple[Tensor, Tensor]:
         """Makes all views of a step; the same (seed, sequence) gives the same views on every
-        device.
+        device. ``images`` are uint8 [R, H, W, 3], the rows of all sets, one set after the other,
+        ``sizes`` the rows of each set, R in all.
 
-        Args:
-            images: uint8 [R, H, W, 3], the rows of all sets, one set after the other.
-            sizes: Rows of each set; their sum is R.
-
-        Returns:
-            The views [V, 3, H, W] in :attr:`dtype` (DALI's are float32) with V = R * views_per_row,
-            normalised, set by set: its fixed copies, orientation by orientation, then their
-            augmented copies; and the row that each view shows, int64 [V].
+        Returns the views [V, 3, H, W] in :attr:`dtype` (DALI's are float32) with
+        V = R * views_per_row, normalised, set by set: its fixed copies, orientation by orientation,
+        then their augmented copies; and the row that each view shows, int64 [V].
         """
         return self.views(images, sizes, seed, sequence), self.shown(sizes, len(images), images.device).clone()
 
     def views(self, images: Tensor, sizes: Sequence[int], seed: int, sequence: int, rows: int | None = None) -> Tensor:
-        """The views of :meth:`make` alone, then zero views, as many as ``rows`` rows have in
-        all.
-        """
+        """The views of :meth:`make` alone, then zero views up to those of ``rows`` rows."""
         rows = len(images) if rows is None else rows
         if self._dali is None:
             images = padded(images, rows)
@@ -213,7 +217,7 @@ class ViewMaker:
         """
         if self.apart:
             raise ValueError(f"feed is {self.feed!r}, which makes views apart from the step; wanted them from views()")
-        return self._op(images, inputs.rows, inputs.layout, inputs.codes, inputs.factors, dtype=self.dtype)
+        return self._op(images, *inputs[:4], dtype=self.dtype)
 
     def augmented(self, images: Tensor, seed: int, sequence: int) -> Tensor:
         """Makes one randomly augmented view of every image, uint8 [R, H, W, 3]; for the recipe
@@ -233,19 +237,11 @@ class ViewMaker:
     ) -> tuple[Tensor, Tensor]:
         if self.recipe is None:
             return _nothing_drawn(device)
-        return draw_augment_parameters(self.recipe, seed, sequence, count, images.shape[1], images.shape[2], device)
+        return draw_augment_parameters(self.recipe, seed, sequence, count, *images.shape[1:3], device)
 
-    def _op(
-        self,
-        images: Tensor,
-        rows: Tensor,
-        layout: Tensor,
-        codes: Tensor,
-        factors: Tensor,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
+    def _op(self, images: Tensor, *parameters: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         options = {"dtype": dtype, "jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}
-        return augment([images], rows, layout, codes, factors, self.mean, self.std, **options)
+        return augment([images], *parameters, self.mean, self.std, **options)
 
 
 def padded(rows: Tensor, count: int) -> Tensor:

@@ -17,6 +17,9 @@ from mose_fast.streams import Stream
 
 __all__ = ["TaskAccuracy", "accuracy_of", "evaluate_learner", "on_host"]
 
+# int64 [n], by classifier and expert.
+Predictions = dict[str, dict[str, Tensor]]
+
 
 class TaskAccuracy(NamedTuple):
     """Accuracies in [0, 1] by classifier and expert, a list over the tasks seen so far, and
@@ -46,11 +49,9 @@ def evaluate_learner(
     boundaries, on the classes seen so far, as one task. The memory, of at least one sample, serves
     both the class means and the buffer accuracy.
 
-    Args:
-        prepare: False evaluates the network as it stands, even where the method trains it only for
-            evaluations.
-        sample: Some of the images evaluated on, as int64 rows of ``stream.x_test``, whose accuracy
-            is given by itself, too.
+    ``prepare`` False evaluates the network as it stands, even where the method trains it only for
+    evaluations. ``sample`` are some of the images evaluated on, as int64 rows of ``stream.x_test``,
+    whose accuracy is given by itself, too.
     """
     if prepare:
         learner.prepare_evaluation()
@@ -82,31 +83,22 @@ def evaluate_learner(
     taken_for = task_of_class[predicted]
     columns = len(stream.tasks)
     confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
-    return TaskAccuracy(
-        test,
-        buffer,
-        confusion.tolist(),
-        _by_class(stream.y_test[rows], predicted, stream.classes),
-        None if sample is None else _of_sample(predictions, stream.y_test, rows, sample),
-    )
+    of_sample = None
+    if sample is not None:
+        place = torch.empty(len(stream.y_test), dtype=torch.int64)
+        place[rows] = torch.arange(len(rows))
+        chosen = {c: {e: p[place[sample]] for e, p in experts.items()} for c, experts in predictions.items()}
+        of_sample = accuracy_of(chosen, stream.y_test[sample])
+    by_class = _by_class(stream.y_test[rows], predicted, stream.classes)
+    return TaskAccuracy(test, buffer, confusion.tolist(), by_class, of_sample)
 
 
-def accuracy_of(predictions: dict[str, dict[str, Tensor]], labels: Tensor) -> dict[str, dict[str, float]]:
+def accuracy_of(predictions: Predictions, labels: Tensor) -> dict[str, dict[str, float]]:
     """Share of the predictions that are right, by classifier and expert; labels are int64 [n]."""
     return {
         c: {e: float((predicted == labels).double().mean()) for e, predicted in experts.items()}
         for c, experts in predictions.items()
     }
-
-
-def _of_sample(
-    predictions: dict[str, dict[str, Tensor]], labels: Tensor, rows: Tensor, sample: Tensor
-) -> dict[str, dict[str, float]]:
-    """Accuracy on some of the rows that predictions are of."""
-    place = torch.empty(len(labels), dtype=torch.int64)
-    place[rows] = torch.arange(len(rows))
-    chosen = {c: {e: p[place[sample]] for e, p in experts.items()} for c, experts in predictions.items()}
-    return accuracy_of(chosen, labels[sample])
 
 
 def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str, int]]:
@@ -117,11 +109,11 @@ def _by_class(labels: Tensor, predicted: Tensor, classes: int) -> list[dict[str,
     return table
 
 
-def on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+def on_host(parts: list[Predictions]) -> Predictions:
     """Joins the predictions of consecutive images on the host, in a single transfer."""
     names = [(c, e) for c, experts in parts[0].items() for e in experts]
     labels = torch.cat([torch.stack([part[c][e] for c, e in names]) for part in parts], dim=1).cpu()
-    predictions: dict[str, dict[str, Tensor]] = {}
+    predictions: Predictions = {}
     for (c, e), row in zip(names, labels, strict=True):
         predictions.setdefault(c, {})[e] = row
     return predictions
@@ -132,9 +124,7 @@ def on_host(parts: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Te
 _share = functools.lru_cache(2**12)(operator.truediv)
 
 
-def _by_task(
-    predictions: dict[str, dict[str, Tensor]], labels: Tensor, tasks: Tensor, task: int
-) -> dict[str, dict[str, list]]:
+def _by_task(predictions: Predictions, labels: Tensor, tasks: Tensor, task: int) -> dict[str, dict[str, list]]:
     # The memory may hold samples of later tasks.
     counts = torch.bincount(tasks, minlength=task + 1)[: task + 1]
 

@@ -39,11 +39,7 @@ def stored_card(folder: Path) -> dict[str, Any] | None:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The card of a complete export of a version that can be read.
-
-    Raises:
-        ExportError: There is none in the folder.
-    """
+    """The card of a complete export of a version that can be read; ExportError if there is none."""
     path = folder / CARD
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +66,6 @@ def read_card(folder: Path) -> dict[str, Any]:
 
 
 def _no_export(folder: Path) -> str:
-    """What to do about a folder without a card."""
     if not is_configuration(RunFolder(folder).config):
         return f"there is no export in {folder} (no {CARD}); make one with: mose-fast export RUN --out {folder}"
     usual = folder / USUAL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +12,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mose_fast.export.card import CARD, MODELS, ExportError, read_card
 from mose_fast.learner.data import plain_tensor
 from mose_fast.learner.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
+from mose_fast.nn.class_means import squared_distances
 
 __all__ = ["BATCH", "Classifier", "DeployedNetwork", "Predictions"]
 
@@ -27,11 +26,7 @@ BATCH = 256
 
 
 class NearestClassMean(nn.Module):
-    """Squared Euclidean distances to the class means (paper section 5.1), float64 [N, K], infinite
-    for classes without a mean.
-
-    :class:`mose_fast.nn.ClassMeans` for one expert, in operations that ONNX has.
-    """
+    """:class:`mose_fast.nn.ClassMeans` for one expert."""
 
     def __init__(self, classes: int, feature_size: int) -> None:
         super().__init__()
@@ -39,26 +34,18 @@ class NearestClassMean(nn.Module):
         self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
 
     def forward(self, features: Tensor) -> Tensor:
-        # In float64, since means may lie within 1e-4 of each other: |a|^2 + |m|^2 - 2am would
-        # cancel.
-        features, means = F.normalize(features, dim=-1).double(), self.means.double()
-        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1)
-        return (squares - 2 * features @ means.T).masked_fill(~self.known, math.inf)
+        return squared_distances(features, self.means, self.known)
 
 
 class DeployedNetwork(nn.Module):
-    """The exported network: from raw images to labels.
+    """The exported network: from raw images to labels, by ``backbone``, a ResNet-18 without
+    alignment modules and heads, and ``head``, which computes a score for each class.
 
     Args:
         width: Channels of the first stage; the feature has D = 8 * width.
         head: ``ncm``, ``linear``, ``cosine`` or ``scaled_cosine``, whose scale is learned.
         class_order: Original label by head index; K classes.
-        mean: Mean of images in [0, 1] by channel.
-        std: Their standard deviation by channel.
-
-    Attributes:
-        backbone: ResNet-18 without alignment modules and heads: 11,168,832 parameters at width 64.
-        head: Computes a score for each class.
+        mean, std: Of images in [0, 1] by channel.
     """
 
     def __init__(
@@ -84,16 +71,9 @@ class DeployedNetwork(nn.Module):
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Classifies raw images.
-
-        Args:
-            images: uint8 [N, H, W, 3].
-
-        Returns:
-            head_index: int64 [N], position in the class order.
-            label: int64 [N], the data set's own.
-            scores: float32 [N, K]: squared distances (``ncm``, the smallest wins) or logits (the
-                largest wins).
+        """Classifies raw images, uint8 [N, H, W, 3]: the positions in the class order, int64 [N];
+        the data set's labels, int64 [N]; scores float32 [N, K]: squared distances (``ncm``, the
+        smallest wins) or logits (the largest wins).
         """
         x = (images.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std
         scores = self.head(self.backbone.deepest_feature(x))
@@ -102,14 +82,9 @@ class DeployedNetwork(nn.Module):
 
 
 class Predictions(NamedTuple):
-    """The predictions for N images.
-
-    Attributes:
-        head_index: int64 [N], position in the class order.
-        label: int64 [N], the data set's own label.
-        scores: float32 [N, K], as :class:`DeployedNetwork` gives them.
-        margin: float32 [N], the difference of the best and the second best score, at least 0;
-            infinite where only one class is known.
+    """The predictions for N images: what :class:`DeployedNetwork` gives, and ``margin`` float32
+    [N], the difference of the best and the second best score, at least 0; infinite where only one
+    class is known.
     """
 
     head_index: Tensor
@@ -119,21 +94,15 @@ class Predictions(NamedTuple):
 
 
 class Classifier:
-    """An exported classifier, on the CPU.
-
-    Args:
-        tensors: Weights, running statistics and head by name, as in ``model.safetensors``.
+    """An exported classifier, on the CPU, of a card and the tensors in ``model.safetensors``.
+    Raises ValueError if these do not belong together.
 
     Attributes:
-        card: The card.
         network: The :class:`DeployedNetwork`, in evaluation mode.
         image_size: (H, W) of the images in pixels.
         resize: The side that image files are resized and centre-cropped to
             (:func:`mose_fast.streams.decoding.centre_square`); None: they must have ``image_size``.
         class_names: The classes' names by head index.
-
-    Raises:
-        ValueError: Card and tensors do not belong together.
     """
 
     def __init__(self, card: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -162,11 +131,9 @@ class Classifier:
 
     @classmethod
     def load(cls, folder: str | Path) -> Classifier:
-        """Reads ``card.json`` and ``model.safetensors``, neither of which can execute code.
-
-        Raises:
-            ExportError: The folder holds no complete export, a file is damaged, or the format is
-                newer.
+        """Reads ``card.json`` and ``model.safetensors``, neither of which can execute code. Raises
+        ExportError if the folder holds no complete export, a file is damaged, or the format is
+        newer.
         """
         folder = Path(folder)
         card = read_card(folder)
@@ -195,14 +162,7 @@ class Classifier:
             ) from error
 
     def predict(self, images: Tensor | np.ndarray) -> Predictions:
-        """Classifies raw images.
-
-        Args:
-            images: uint8 [N, H, W, 3].
-
-        Raises:
-            ValueError: Another shape or dtype.
-        """
+        """Classifies raw images, uint8 [N, H, W, 3]; ValueError for another shape or dtype."""
         images = plain_tensor(images, "images")
         height, width = self.image_size
         if images.dtype != torch.uint8 or images.ndim != 4 or tuple(images.shape[1:]) != (height, width, 3):

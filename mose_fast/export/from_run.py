@@ -47,16 +47,13 @@ def export_run(
     """Writes the deployable classifier of a finished run. The data set is not needed.
 
     Args:
-        out: Folder for the card and the models; None: ``export`` in the run's.
+        out: Folder for the card and the models, which is returned; None: ``export`` in the run's.
         formats: Keys of :data:`MODELS`: ``safetensors`` (which :meth:`Classifier.load` reads),
             ``onnx``, ``torch`` (torch.export).
         classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one
             of the two.
         overwrite: Replace an earlier export in ``out``; other files stay. An interrupted export is
             always replaced.
-
-    Returns:
-        The folder.
 
     Raises:
         ExportError: The run is unfinished, damaged or has no such classifier, ``onnx`` is not
@@ -70,7 +67,13 @@ def export_run(
     if not formats:
         raise ExportError(f"no format is given; wanted some of {', '.join(MODELS)}")
     if "onnx" in formats:
-        _require_onnx()
+        try:
+            import onnx  # noqa: F401
+            import onnxscript  # noqa: F401
+        except ImportError as error:
+            raise ExportError(
+                f"format is 'onnx', but {error.name} is not installed. First: pip install 'mose-fast[onnx]'"
+            ) from error
     run = Path(run)
     folder = run / USUAL if out is None else Path(out)
     _check_free(folder, overwrite)
@@ -85,9 +88,7 @@ def export_run(
     exported = Classifier(card, tensors)
     files = {}
     if "safetensors" in formats:
-        files[MODELS["safetensors"]] = save(
-            {name: t.contiguous() for name, t in tensors.items()}, {"mose_fast_export": str(FORMAT)}
-        )
+        files[MODELS["safetensors"]] = save(tensors, {"mose_fast_export": str(FORMAT)})
     if {"onnx", "torch"} & set(formats):
         files |= _programs(exported, formats)
     card["files"] = {
@@ -104,15 +105,11 @@ def restore(run: Path, results: dict[str, Any]) -> Learner:
     # may need a card.
     here = {"device": "cpu", "precision": precision_of(results), "step": "auto", "feed": "auto"}
     config = RunConfig.from_dict({**results["config"], **here})
-    normalisation = resolved["normalisation"]
+    constants = {name: resolved["normalisation"][name] for name in ("mean", "std")}
+    size = tuple(results["image_size"])
     try:
         learner = create_learner(
-            config,
-            classes=results["classes"],
-            image_size=tuple(results["image_size"]),
-            mean=normalisation["mean"],
-            std=normalisation["std"],
-            mirror_safe=resolved["mirror"],
+            config, classes=results["classes"], image_size=size, mirror_safe=resolved["mirror"], **constants
         )
     except ConfigError as error:
         raise ExportError(f"the run in {run} cannot be restored: {error}") from error
@@ -155,10 +152,9 @@ def _describe(
     elif classifier not in CLASSIFIERS:
         raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
     head, tensors = _head(learner, classifier)
-    weights = {
-        f"backbone.{n}": t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)
-    }
+    weights = {n: t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)}
     counted = [p.numel() for name, p in learner.network.named_parameters() if name.startswith(_STAGES)]
+    in_head = 0 if head == "ncm" else sum(t.numel() for t in tensors.values())
     known = learner.class_means().known.tolist() if classifier == "ncm" else [True] * learner.classes
     config = results["config"]
     card = {
@@ -172,11 +168,8 @@ def _describe(
         "class_order": results["class_order"],
         "class_names": results["class_names"],
         "known": known,
-        "parameters": {
-            "backbone": sum(counted),
-            "head": 0 if head == "ncm" else sum(t.numel() for t in tensors.values()),
-        },
-        "bytes": {"backbone": _bytes(weights), "head": _bytes(tensors)},
+        "parameters": {"backbone": sum(counted), "head": in_head},
+        "bytes": {"backbone": sum(t.nbytes for t in weights.values()), "head": sum(t.nbytes for t in tensors.values())},
         "evaluated_on": config.get("evaluate_on", "test"),
         "accuracy": results["acc"][classifier][expert],
         "accuracy_by_task": results["accuracy"][classifier][expert][-1],
@@ -186,7 +179,7 @@ def _describe(
             **{name: results[name] for name in ("weights_sha256", "commit", "versions")},
         },
     }
-    return card, weights | {f"head.{name}": tensor for name, tensor in tensors.items()}
+    return card, {f"backbone.{n}": t for n, t in weights.items()} | {f"head.{n}": t for n, t in tensors.items()}
 
 
 def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
@@ -206,20 +199,6 @@ def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
         )
     kind = "scaled_cosine" if getattr(module, "learned_scale", False) else kinds[type(module)]
     return kind, {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
-
-
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _require_onnx() -> None:
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ExportError(
-            f"format is 'onnx', but {error.name} is not installed. First: pip install 'mose-fast[onnx]'"
-        ) from error
 
 
 def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes]:
@@ -268,25 +247,21 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 
 def _write(folder: Path, files: dict[str, bytes], card: dict[str, Any], overwrite: bool) -> None:
-    """Replaces the export in a folder.
-
-    The folder holds a card at every moment, so that its files can be recognised as an export's.
+    """Replaces the export in a folder, which holds a card at every moment, so that its files can be
+    recognised as an export's.
     """
-
-    def text(values: dict[str, Any]) -> str:
-        return json.dumps(values, indent=1, allow_nan=False) + "\n"
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FolderLock(folder, "export"):
             _check_free(folder, overwrite)
-            write_atomically(folder / CARD, text({"mose_fast_export": FORMAT, "unfinished": True}))
+            unfinished = {"mose_fast_export": FORMAT, "unfinished": True}
+            write_atomically(folder / CARD, json.dumps(unfinished, indent=1) + "\n")
             for name in MODELS.values():
                 (folder / name).unlink(missing_ok=True)
             remove_leftovers(folder, _OWN_FILES)
             for name, content in files.items():
                 write_atomically(folder / name, content)
-            write_atomically(folder / CARD, text(card))
+            write_atomically(folder / CARD, json.dumps(card, indent=1, allow_nan=False) + "\n")
     except ExportError:
         raise
     except RunError as error:

@@ -22,40 +22,27 @@ __all__ = ["classify_files"]
 def classify_files(
     classifier: Classifier, paths: Iterable[str | Path], unusable: Callable[[MoseFastError], None] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Classifies image files.
+    """Classifies image files, and those in folders (file types as in an image folder of a stream,
+    at any depth) in the order of their names.
 
-    Args:
-        paths: Files, and folders whose images (file types as in an image folder of a stream, at any
-            depth) are taken in the order of their names.
-        unusable: Takes the error of a file or folder that cannot be used; the others are
-            classified. None: the first such error is raised.
-
-    Yields:
-        For each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``,
-        ``score`` (squared distance or logit) and ``margin`` to the second best class; a margin is
-        None where only one class is known.
-
-    Raises:
-        ExportError: Without ``unusable``: there is no such file, no image in a folder, or an image
-            has another size than the classifier's.
-        StreamError: Without ``unusable``: a file is no image, damaged, or holds more than 8 bits a
-            channel.
+    Yields for each file ``path``, ``name`` of the class, ``label`` in the data set, ``head_index``,
+    ``score`` (squared distance or logit) and ``margin`` to the second best class, None where only
+    one class is known. ``unusable`` takes the ExportError or StreamError of a file or folder that
+    cannot be used, and the others are classified; without it the first such error is raised.
     """
     files: list[Path] = []
     for path in paths:
         with _reported(unusable):
             files += _image_files(Path(path))
     for first in range(0, len(files), BATCH):
-        images: dict[Path, np.ndarray] = {}
-        rows: list[Path] = []
+        read: list[tuple[Path, np.ndarray]] = []
         for file in files[first : first + BATCH]:
             with _reported(unusable):
-                images[file] = _read_image(file, classifier)
-                rows.append(file)
-        if not rows:
+                read.append((file, _read_image(file, classifier)))
+        if not read:
             continue
-        found = classifier.predict(np.stack([images[file] for file in rows]))
-        for row, file in enumerate(rows):
+        found = classifier.predict(np.stack([image for _, image in read]))
+        for row, (file, _) in enumerate(read):
             head_index, margin = int(found.head_index[row]), float(found.margin[row])
             yield {
                 "path": str(file),

@@ -30,25 +30,14 @@ class ExpertLosses(nn.Module):
         valid_rows: Tensor | None = None,
     ) -> Tensor:
         """Computes a row (supervised contrastive, cross-entropy, distillation) per expert, float32
-        [E, 3]; training minimises their sum.
-
-        Args:
-            labels: int64 [N].
-            new_rows: The number of new rows, which come first; the others are the buffer rows. An
-                int, or an int32 scalar on the device.
-            current_classes: bool [K], the current task's classes; None: one cross-entropy over all
-                rows and classes.
-            valid_rows: The number of valid rows, an int32 scalar on the device; the rows after them
-                are padding. None: every row is valid.
+        [E, 3]; training minimises their sum. See :func:`mose_fast.ops.expert_losses.expert_losses`;
+        ``current_classes`` None: one cross-entropy over all rows and classes.
         """
         o = self.options
         # Similarities, softmaxes and norms are float32, whatever precision the network ran in.
         with torch.autocast(labels.device.type, enabled=False):
             return expert_losses(
-                outputs.projections,
-                outputs.logits,
-                outputs.features,
-                outputs.student,
+                *outputs,
                 labels,
                 new_rows,
                 current_classes if o.separate_cross_entropy else None,

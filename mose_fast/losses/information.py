@@ -1,18 +1,22 @@
-"""Contrastive losses on rotated views (InfoNCE, which bounds mutual information): OCM and OnPro
-(docs/specification/baselines.md sections 9 and 10). All in float32 at least.
+"""Contrastive losses of OCM and OnPro on rotated views (InfoNCE, which bounds mutual information)
+and class prototypes (docs/specification/baselines.md sections 9 and 10); in float32 at least.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from mose_fast.nn.cosine import directions
 
-__all__ = ["class_information", "mixed_similarities", "view_information"]
+__all__ = ["class_information", "class_means", "mixed_similarities", "prototype_loss", "view_information"]
 
 # Inside the quotient, inside the logarithm, and beside a vector's length (gydpku/OCM).
 _EPS = 1e-8
+# Beside the length of what prototypes are made of.
+_SMALLEST = 1e-12
 
 
 def mixed_similarities(projections: Tensor, features: Tensor, offset: Tensor | int) -> Tensor:
@@ -51,3 +55,26 @@ def view_information(similarities: Tensor, labels: Tensor, temperature: float) -
     count = len(similarities)
     surprise = _surprise(similarities, temperature, torch.eye(count, dtype=torch.bool, device=labels.device))
     return 2 * _mean_of_class(surprise, labels) + surprise.roll(count // 2, 1).diagonal().mean()
+
+
+def class_means(projections: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """The means of each class's directions in float32 at least, [2, K, P], zero for absent classes;
+    of ``projections`` [2, n, P], two views of n rows with ``labels`` int64 [n].
+    """
+    own = labels == torch.arange(classes, device=labels.device)[:, None]
+    z = directions(projections, _SMALLEST)
+    return own.to(z.dtype) @ z / own.sum(1, keepdim=True).clamp_min(1)
+
+
+def prototype_loss(means: Tensor, temperature: float) -> Tensor:
+    """NT-Xent between the prototypes of two views, ``means`` [2, K, P], zero for absent classes:
+    the mean over both views of all classes that are present of -log of the same class's share in
+    the softmax over all other prototypes.
+    """
+    p = directions(means, _SMALLEST).flatten(0, 1)
+    present = (means != 0).any(2).flatten()
+    itself = torch.eye(len(p), dtype=torch.bool, device=p.device)
+    similarities = (p @ p.T / temperature).masked_fill(itself | ~present, -math.inf)
+    same = similarities.roll(len(p) // 2, 1).diagonal()
+    each = torch.where(present, similarities.logsumexp(1) - torch.where(present, same, 0), 0)
+    return each.sum() / present.sum().clamp_min(1)

@@ -36,15 +36,11 @@ def semantic_augmentation(
     """An upper bound of the expected cross-entropy at temperature 1 over features drawn around
     class means, from normal distributions with ``ratio`` times the classes' covariances.
 
-    Args:
-        weight, bias: [K, D] and [K], the classifier's.
-        means, covariances: float32 [K, D] and [K, D, D], of each class's features.
-        drawn: int64 [n], the classes k whose means are used.
-        known: bool [K], the classes of the softmax.
-
-    Returns:
-        The mean over k of the cross-entropy of (w_j . mean_k + b_j + ratio / 2 (w_j - w_k)^T
-        covariance_k (w_j - w_k)) / temperature.
+    ``weight`` [K, D] and ``bias`` [K] are the classifier's, ``means`` float32 [K, D] and
+    ``covariances`` [K, D, D] those of each class's features, ``drawn`` int64 [n] the classes k
+    whose means are used, ``known`` bool [K] those of the softmax. Returns the mean over k of the
+    cross-entropy of (w_j . mean_k + b_j + ratio / 2 (w_j - w_k)^T covariance_k (w_j - w_k)) /
+    temperature.
     """
     apart = weight - weight[drawn][:, None]
     spread = ((apart @ covariances[drawn]) * apart).sum(2)

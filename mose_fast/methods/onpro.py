@@ -16,8 +16,7 @@ from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
-from mose_fast.losses.information import class_information, view_information
-from mose_fast.losses.prototypes import class_means, prototype_loss
+from mose_fast.losses.information import class_information, class_means, prototype_loss, view_information
 from mose_fast.memory.feedback import feedback
 from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import Search

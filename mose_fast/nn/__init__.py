@@ -4,8 +4,7 @@ nearest-class-mean classifier.
 
 from mose_fast.nn.alignment import AlignmentModule, AttentionGate, DownBlock
 from mose_fast.nn.backbone import BasicBlock, Stem
-from mose_fast.nn.class_means import ClassMeans
-from mose_fast.nn.classify import CLASSIFIERS, MEAN_OF_EXPERTS, classify
+from mose_fast.nn.class_means import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, classify
 from mose_fast.nn.cosine import CosineClassifier
 from mose_fast.nn.cost import Cost, count_cost
 from mose_fast.nn.experts import BRANCH_POINTS, ExpertNetwork, ExpertOutputs, check_image_size

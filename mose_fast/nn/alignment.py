@@ -1,6 +1,4 @@
-"""Alignment modules and attention gates, which turn a shallow feature map into a vector of the
-deepest stage's width.
-"""
+"""Alignment modules and attention gates: from a shallow feature map to a vector of full width."""
 
 from __future__ import annotations
 
@@ -19,10 +17,7 @@ __all__ = ["AlignmentModule", "AttentionGate", "DownBlock"]
 
 class DownBlock(nn.Module):
     """Halves a map: depthwise 3x3 (stride 2), pointwise, norm, ReLU, depthwise 3x3, pointwise,
-    norm, ReLU.
-
-    The "similar block" of the paper's table of alignment modules; 18c + c^2 + cc' + 2c + 2c'
-    parameters for c -> c' channels.
+    norm, ReLU (the "similar block" of the paper's table of alignment modules).
     """
 
     def __init__(self, channels: int, out_channels: int) -> None:
@@ -47,33 +42,18 @@ class DownBlock(nn.Module):
         ``x`` [N, C, H, W] is, with ``state`` [4, C], a map whose norm and ReLU are still to come;
         ``gate`` [N, C, H / 2, W / 2] comes from :meth:`AttentionGate.fused`.
         """
-        aligned = align_conv(
-            x,
-            self.depthwise1.weight,
-            self.pointwise1.weight,
-            Norm.of(self.norm1),
-            stride=2,
-            prologue=state,
-            gate=gate,
-            valid_rows=valid_rows,
-        )
-        return align_conv(
-            aligned.y,
-            self.depthwise2.weight,
-            self.pointwise2.weight,
-            Norm.of(self.norm2),
-            prologue=aligned.state,
-            valid_rows=valid_rows,
-        )
+        weights, norm = (self.depthwise1.weight, self.pointwise1.weight), Norm.of(self.norm1)
+        y, state = align_conv(x, *weights, norm, stride=2, prologue=state, gate=gate, valid_rows=valid_rows)
+        weights, norm = (self.depthwise2.weight, self.pointwise2.weight), Norm.of(self.norm2)
+        return align_conv(y, *weights, norm, prologue=state, valid_rows=valid_rows)
 
 
 class AlignmentModule(nn.Sequential):
     """The paper's a_i (section 4.1): down blocks ``down1``, ``down2``, ... until the deepest
     stage's width is reached, then the average pool; with no blocks the pool alone.
 
-    Maps [N, C, H, W] to [N, D], D = C * 2**blocks, every entry at least 0. ``kernels`` is
-    ``torch``, PyTorch's modules one by one, or ``fused``, the ops of :mod:`mose_fast.ops`: the same
-    values up to rounding, the same ``state_dict``.
+    Maps [N, C, H, W] to [N, D], D = C * 2**blocks, every entry at least 0. For ``kernels`` see
+    :class:`mose_fast.nn.ExpertNetwork`.
     """
 
     def __init__(self, channels: int, blocks: int, *, kernels: str = "torch") -> None:
@@ -85,11 +65,9 @@ class AlignmentModule(nn.Sequential):
     def forward(self, x: Tensor, *, gate: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
         """Computes features [N, D] of maps [N, C, H, W].
 
-        Args:
-            gate: [N, C, H / 2, W / 2], the result of :meth:`AttentionGate.fused`; multiplies ``x``
-                by sigmoid(its up-sampling). Fused only.
-            valid_rows: The number of valid images; the images after them are padding: zero in the
-                result, not counted by any norm. Fused only.
+        With fused kernels only: ``gate`` [N, C, H / 2, W / 2], the result of
+        :meth:`AttentionGate.fused`, multiplies ``x`` by sigmoid(its up-sampling); after
+        ``valid_rows`` images comes padding, which is zero in the result and counted by no norm.
         """
         if self.kernels == "torch":
             if gate is not None or valid_rows is not None:
@@ -105,10 +83,8 @@ class AlignmentModule(nn.Sequential):
 
 
 class AttentionGate(nn.Module):
-    """Multiplies a map elementwise by a gate in (0, 1) computed from the map at half resolution.
-
-    Not in the paper's text, but in the released code and in its printed parameter count
-    (docs/specification/mose.md section 2).
+    """Multiplies a map elementwise by a gate in (0, 1) computed from the map at half resolution;
+    only in the released code (docs/specification/mose.md section 2).
     """
 
     def __init__(self, channels: int) -> None:

@@ -1,6 +1,4 @@
-"""ResNet-18 for small images: the backbone that all experts share (docs/specification/mose.md
-section 2, paper section 5.1).
-"""
+"""ResNet-18 for small images, which all experts share (docs/specification/mose.md section 2)."""
 
 from __future__ import annotations
 
@@ -111,14 +109,8 @@ class BasicBlock(nn.Module):
         residual, residual_norm = x[1], None
         if isinstance(self.shortcut, Shortcut):
             residual, residual_norm = self.shortcut.conv(residual), Norm.of(self.shortcut.norm)
-        return batch_norm_act(
-            self.conv2(y),
-            Norm.of(self.norm2),
-            residual=residual,
-            residual_norm=residual_norm,
-            consumers=consumers,
-            valid_rows=valid_rows,
-        )
+        options = {"residual": residual, "residual_norm": residual_norm, "consumers": consumers}
+        return batch_norm_act(self.conv2(y), Norm.of(self.norm2), **options, valid_rows=valid_rows)
 
     def pooled(self, x: Sequence[Tensor], valid_rows: int | Tensor | None) -> Tensor:
         """The averages [N, C] of the result, for a block that keeps the shape."""

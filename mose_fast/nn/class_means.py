@@ -1,5 +1,5 @@
-"""Nearest-class-mean classification for every expert (paper section 5.1; docs/specification/mose.md
-section 7).
+"""Class means, and the predictions of all classifiers of all experts (docs/specification/mose.md
+section 7, paper section 5.1).
 """
 
 from __future__ import annotations
@@ -8,19 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["ClassMeans"]
+__all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "ClassMeans", "classify", "squared_distances"]
+
+#: The classifiers, and what their mean of experts averages: squared distances to the class means,
+#: or logits.
+MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
+CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 
 class ClassMeans:
     """The prototypes of all experts: for each class the normalised mean of its normalised features.
 
     A class without a sample has no prototype and is never predicted (the released code draws a
-    random one).
-
-    Args:
-        features: float [E, N, D], the experts' aligned features of the replay memory, in evaluation
-            mode.
-        labels: int64 [N].
+    random one). ``features`` are float [E, N, D], the experts' aligned features of the replay
+    memory, in evaluation mode, ``labels`` int64 [N].
 
     Attributes:
         means: float32 [E, K, D]; rows of classes without samples are zero.
@@ -44,11 +45,7 @@ class ClassMeans:
         """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes:
         float64 [E, N, K], infinite for classes without a prototype.
         """
-        # In float64, since prototypes of an untrained network lie within 1e-4 of each other: |a|^2
-        # + |m|^2 - 2am would cancel.
-        features, means = F.normalize(features.float(), dim=-1).double(), self.means.double()
-        squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(1)
-        return (squares - 2 * features @ means.transpose(1, 2)).masked_fill(~self.known, float("inf"))
+        return squared_distances(features, self.means, self.known)
 
     def predict(self, features: Tensor) -> Tensor:
         """The labels that every expert predicts for ``features`` [E, N, D], and in a last row those
@@ -62,3 +59,29 @@ class ClassMeans:
             )
         distances = self.distances(features)
         return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)
+
+
+def squared_distances(features: Tensor, means: Tensor, known: Tensor) -> Tensor:
+    """Those of normalised ``features`` [..., N, D] and ``means`` [..., K, D], float64 [..., N, K],
+    infinite where bool [K] ``known`` is False; in operations that ONNX has.
+    """
+    # In float64, since means of an untrained network lie within 1e-4 of each other: |a|^2 + |m|^2 -
+    # 2am would cancel.
+    features, means = F.normalize(features.float(), dim=-1).double(), means.double()
+    squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(-2)
+    return (squares - 2 * features @ means.transpose(-2, -1)).masked_fill(~known, float("inf"))
+
+
+def classify(features: Tensor, logits: Tensor, means: ClassMeans | None) -> dict[str, dict[str, Tensor]]:
+    """Predicts labels by every classifier and expert: ``{"ncm": {"1": ..., "mean_distance": ...},
+    "linear": {"1": ..., "mean_logit": ...}}``, int64 [N] each.
+
+    ``features`` are float [E, N, D], ``logits`` float [E, N, K]. ``means`` is None while the memory
+    is empty: ``ncm`` then predicts -1, no class.
+    """
+    experts = [str(e + 1) for e in range(len(features))]
+    logits = logits.float()
+    linear = torch.cat([logits, logits.mean(0, keepdim=True)]).argmax(-1)
+    nearest = torch.full_like(linear, -1) if means is None else means.predict(features)
+    rows = {"ncm": nearest, "linear": linear}
+    return {c: dict(zip([*experts, MEAN_OF_EXPERTS[c]], rows[c].unbind(0), strict=True)) for c in CLASSIFIERS}

@@ -66,8 +66,8 @@ class ExpertNetwork(nn.Module):
         projection: Width P of the contrastive projections.
         student: Position of the expert that is distilled into, from 0; None: the deepest.
         init: ``kaiming_fan_out`` (released) or ``default`` (PyTorch's), for convolutions only.
-        kernels: ``torch`` or ``fused``, see :data:`mose_fast.nn.kernels.KERNELS`; the same
-            ``state_dict``, the same values up to rounding.
+        kernels: See :data:`mose_fast.nn.kernels.KERNELS`; the same ``state_dict``, the same values
+            up to rounding.
     """
 
     def __init__(
@@ -125,23 +125,18 @@ class ExpertNetwork(nn.Module):
         self.use_kernels(kernels)
 
     def use_kernels(self, kernels: str) -> None:
-        """Switches the network, and the alignment modules in it, to other ``kernels``."""
         self.kernels = check_kernels(kernels)
         for module in self.modules():
             if isinstance(module, AlignmentModule):
                 module.kernels = self.kernels
 
     def features(self, x: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
-        """Computes the aligned features a_1 ... a_E of normalised images.
+        """Computes the aligned features a_1 ... a_E, [E, N, D], every entry at least 0, of
+        normalised images float [N, 3, H, W], H and W multiples of 8.
 
-        Args:
-            x: float [N, 3, H, W]; H and W multiples of 8.
-            valid_rows: The number of valid images; the images after them are padding, which must be
-                zero: their features are zero and no norm counts them. An int, or an int32 scalar on
-                the device of ``x``. Only with ``kernels`` ``fused``.
-
-        Returns:
-            [E, N, D], every entry at least 0.
+        Only with ``kernels`` ``fused``: ``valid_rows``, an int or an int32 scalar on the device of
+        ``x``, is the number of valid images. Those after them are padding, which must be zero:
+        their features are zero and no norm counts them.
         """
         check_image_size(*x.shape[2:])
         if self.kernels == "fused":
@@ -196,9 +191,8 @@ class ExpertNetwork(nn.Module):
         """The last expert's feature [N, D]: the deployed network, without alignment and heads."""
         check_image_size(*x.shape[2:])
         h = self.stem(x)
-        for stage in range(1, 5):
-            blocks = getattr(self, f"stage{stage}")
-            h = blocks.block1(blocks.block0(h))
+        for _, block in self._blocks():
+            h = block(h)
         return h.mean(dim=(2, 3))
 
     def classify(self, features: Tensor) -> Tensor:
@@ -224,15 +218,12 @@ class ExpertNetwork(nn.Module):
         return self.kernels == "fused" and all(type(head) is nn.Linear for head in heads)
 
     def forward(self, x: Tensor, detach_student: bool = False, valid_rows: int | Tensor | None = None) -> ExpertOutputs:
-        """Computes everything that a training step needs.
+        """Computes everything that a training step needs; for ``x`` and ``valid_rows`` see
+        :meth:`features`. Projections, logits and student of padding are those of zero features.
 
-        Args:
-            x: Normalised images, float [N, 3, H, W].
-            detach_student: Whether to stop the gradient between adapter and network, as forward
-                self-distillation (SD) wants, where the adapted feature is the teacher
-                (docs/specification/mose.md section 9.17).
-            valid_rows: The number of valid images, see :meth:`features`. Projections, logits and
-                student of padding are those of zero features.
+        ``detach_student`` stops the gradient between adapter and network, as forward
+        self-distillation (SD) wants, where the adapted feature is the teacher
+        (docs/specification/mose.md section 9.17).
         """
         features = self.features(x, valid_rows)
         heads = [self._modules_of(name) for name in ("projection", "classifier")]

@@ -31,10 +31,9 @@ def linear_maps(x: Tensor, groups: Sequence[LinearMaps]) -> tuple[Tensor, ...]:
     """Computes x_e W_e^T + b_e of ``x`` [E, N, D] for groups of maps, each group as a single
     batched product [n, N, K].
 
-    Equal to ``F.linear`` of each expert within rounding. Weights and biases of another dtype than
-    ``x`` are cast to it; their gradients have their own dtypes. Under autocast the products run in
-    autocast's dtype, as ``F.linear`` would. The groups share what they launch beside their
-    products, forward and backward; the result can be differentiated once.
+    Equal to ``F.linear`` of each expert within rounding, under autocast too. Weights and biases of
+    another dtype than ``x`` are cast to it; their gradients have their own dtypes. The groups share
+    what they launch beside their products; the result can be differentiated once.
     """
     layout = tuple((len(group.weights), group.first, group.detached) for group in groups)
     weights, biases = (tuple(t for group in groups for t in group[part]) for part in (0, 1))

@@ -14,7 +14,6 @@ KERNELS = ("torch", "fused")
 
 
 def check_kernels(kernels: str) -> str:
-    """Raises ValueError unless it is one of :data:`KERNELS`."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; wanted one of {', '.join(KERNELS)}")
     return kernels

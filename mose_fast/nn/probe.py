@@ -9,16 +9,11 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 
-__all__ = ["fit_probe", "probe_rate"]
+__all__ = ["fit_probe"]
 
 _MOMENTUM, _BATCH = 0.9, 256
 # After these shares of all passes the learning rate falls to a fifth.
 _DROPS, _FACTOR = (0.6, 0.75, 0.9), 0.2
-
-
-def probe_rate(number: int, passes: int, highest: float) -> float:
-    """The learning rate of a pass, counted from 0."""
-    return highest * _FACTOR ** sum(number >= share * passes for share in _DROPS)
 
 
 def fit_probe(
@@ -38,11 +33,8 @@ def fit_probe(
     bias float32 [K].
 
     With features that are not negative it never predicts a class without rows: the logits of all
-    classes sum to zero, and those of such a class are negative.
-
-    Args:
-        lr: Learning rate of the first passes; see :func:`probe_rate`.
-        sequence: Number of the fit, times at least ``passes``.
+    classes sum to zero, and those of such a class are negative. ``sequence`` is the number of the
+    fit, times at least ``passes``.
     """
     device, count = features.device, len(features)
     rows = torch.cat([features, features.new_ones(count, 1)], 1)
@@ -52,6 +44,7 @@ def fit_probe(
     weight = rows.new_zeros(classes, rows.shape[1])
     velocity = torch.zeros_like(weight)
     for number in range(passes):
+        rate = lr * _FACTOR ** sum(number >= share * passes for share in _DROPS)
         which, within, _, _ = random_words(seed, sequence + number, count, Purpose.FIT, device)
         drawn = stored[uniform_below32(which, torch.full_like(which, len(stored)))]
         order = by_class[first[drawn] + uniform_below32(within, sizes[drawn])]
@@ -59,6 +52,6 @@ def fit_probe(
             errors = (rows[chosen] @ weight.T).softmax(1)
             errors[torch.arange(len(chosen), device=device), labels[chosen]] -= 1
             velocity = _MOMENTUM * velocity + errors.T @ rows[chosen] / len(chosen)
-            weight -= probe_rate(number, passes, lr) * velocity
+            weight -= rate * velocity
             after_step()
     return weight[:, :-1], weight[:, -1]

@@ -1,4 +1,4 @@
-"""Adam over flat buffers of weights, moments and half-precision weights; few launches a step."""
+"""Adam over flat buffers of weights, their moments and bf16 copies; few launches a step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOT_SERVED = ("amsgrad", "maximize", "decoupled_weight_decay", "differentiable")
 
 
-def _strides_in_memory(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor with the shape and the memory order of this one."""
-    return torch.empty_like(tensor, device="meta").stride()
-
-
-def _same_order(gradient: Tensor, leaf: Tensor) -> bool:
-    """Whether both have the same memory order; strides of dimensions of size 1 mean nothing."""
-    pairs = zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
-    return all(size == 1 or ours == wanted for size, ours, wanted in pairs)
-
-
 class FlatAdam(torch.optim.Optimizer):
-    """``torch.optim.Adam`` (weight decay added to the gradient) over flat buffers, with
-    half-precision copies of the weights.
+    """``torch.optim.Adam`` (weight decay added to the gradient) over flat buffers, with bf16 copies
+    of the weights.
 
     On construction every parameter's ``data`` becomes a view of one flat float32 buffer, in its own
     memory format: a channels_last weight stays channels_last. Build it after the network has been
@@ -51,8 +40,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
-        betas: The decay of the two moments, each in [0, 1).
-        shadow_dtype: bfloat16 or float16; None: the parameters are the leaves.
+        shadow_dtype: bfloat16; None: the parameters are the leaves.
 
     Attributes:
         leaves: For each parameter, in order, the tensor that a forward pass uses.
@@ -76,8 +64,8 @@ class FlatAdam(torch.optim.Optimizer):
         *,
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        if shadow_dtype not in (None, torch.bfloat16, torch.float16):
-            raise TypeError(f"shadow_dtype is {shadow_dtype}; wanted torch.bfloat16, torch.float16 or None")
+        if shadow_dtype not in (None, torch.bfloat16):
+            raise TypeError(f"shadow_dtype is {shadow_dtype}; wanted torch.bfloat16 or None")
         if not lr >= 0:
             raise ValueError(f"lr is {lr!r}; wanted at least 0")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
@@ -90,8 +78,7 @@ class FlatAdam(torch.optim.Optimizer):
                 raise ValueError(
                     f"parameter {position} is on {parameter.device}; wanted {device}, where the first one is"
                 )
-        self._offsets = []
-        size = 0
+        self._offsets, size = [], 0
         for parameter in self._parameters:
             self._offsets.append(size)
             size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
@@ -104,25 +91,15 @@ class FlatAdam(torch.optim.Optimizer):
 
         self._moments = []  # for each parameter, as torch.optim.Adam keeps them
         self.shadows: list[Tensor | None] = []
-        with torch.no_grad():
-            for position, parameter in enumerate(self._parameters):
-                strides = _strides_in_memory(parameter)
-
-                def view(
-                    buffer: Tensor,
-                    parameter: Tensor = parameter,
-                    strides: tuple = strides,
-                    start: int = self._offsets[position],
-                ):
-                    return buffer.as_strided(parameter.shape, strides, start)
-
-                parameter.data = view(self._master).copy_(parameter)
-                moments = {"exp_avg": view(self._exp_avg), "exp_avg_sq": view(self._exp_avg_sq)}
-                self._moments.append({"step": self._steps[position], **moments})
-                has_shadow = self._shadow is not None and parameter.dim() > 1
-                self.shadows.append(
-                    view(self._shadow).detach().requires_grad_(parameter.requires_grad) if has_shadow else None
-                )
+        for position, parameter in enumerate(self._parameters):
+            # A dense tensor of the parameter's memory order.
+            layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), self._offsets[position]
+            parameter.data = self._master.as_strided(*layout).copy_(parameter.detach())
+            moments = (self._exp_avg.as_strided(*layout), self._exp_avg_sq.as_strided(*layout))
+            self._moments.append({"step": self._steps[position], **dict(zip(_MOMENTS, moments, strict=True))})
+            has_shadow = self._shadow is not None and parameter.dim() > 1
+            shadow = self._shadow.as_strided(*layout).detach() if has_shadow else None
+            self.shadows.append(shadow if shadow is None else shadow.requires_grad_(parameter.requires_grad))
         self.leaves: list[Tensor] = [p if s is None else s for p, s in zip(self._parameters, self.shadows, strict=True)]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self.refresh_shadows()
@@ -142,20 +119,16 @@ class FlatAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for shadow in self.shadows:
-            if shadow is None or shadow.grad is None:
-                continue
-            if set_to_none:
-                shadow.grad = None
-            else:
-                shadow.grad.zero_()
+            if shadow is not None and shadow.grad is not None:
+                shadow.grad = None if set_to_none else shadow.grad.zero_()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None] | None = None, loss: Tensor | None = None) -> None:
         """Takes one step; the shadows hold the new weights afterwards.
 
         Args:
-            gradients: One for each parameter, in order, of its shape, float32, bfloat16 or float16;
-                None leaves its parameter unchanged. By default each leaf's ``grad``.
+            gradients: One for each parameter, in order, of its shape, float32 or bfloat16; None
+                leaves its parameter unchanged. By default each leaf's ``grad``.
             loss: float32, one element: where it is not finite, :attr:`latch` is set and nothing is
                 written.
 
@@ -184,10 +157,9 @@ class FlatAdam(torch.optim.Optimizer):
                     raise ValueError(
                         f"gradient {position} has shape {tuple(gradient.shape)}; wanted {tuple(leaf.shape)}"
                     )
-                if not _same_order(gradient, leaf):
-                    gradient = torch.empty_strided(
-                        leaf.shape, leaf.stride(), dtype=gradient.dtype, device=gradient.device
-                    ).copy_(gradient)
+                strides = zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
+                if any(size > 1 and ours != wanted for size, ours, wanted in strides):  # another memory order
+                    gradient = torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
                 self._keep_moments(position)
             prepared.append(gradient)
         beta1, beta2 = group["betas"]
@@ -233,12 +205,9 @@ class FlatAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies a state of this class or of ``torch.optim.Adam`` into the buffers, so that
-        captured graphs use it.
-
-        Moments of parameters without a state become zero. The shadows are rewritten, :attr:`latch`
-        stays as it is. Raises ValueError if the state is of another number of parameters or
-        groups, a tensor has another shape, or it wants what this class does not do (amsgrad,
-        maximize, decoupled weight decay).
+        captured graphs use it. Moments of parameters without a state become zero. The shadows are
+        rewritten, :attr:`latch` stays. Raises ValueError if the state is of another number of
+        parameters or groups, a tensor has another shape, or it wants what this class does not do.
         """
         groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]

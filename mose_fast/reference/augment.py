@@ -80,12 +80,9 @@ def _from_hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def jitter(images: Tensor, factors: Tensor, contrast_first: Tensor) -> Tensor:
-    """Colour jitter of images [N, 3, H, W] in [0, 1], clamped to that range.
-
-    Args:
-        factors: [N, 4]: hue in units of 255/360 turns (as released), then factors of saturation,
-            value and contrast.
-        contrast_first: bool [N]: contrast before hue, saturation and value, or after them.
+    """Colour jitter of images [N, 3, H, W] in [0, 1], clamped to that range. ``factors`` [N, 4] are
+    hue in units of 255/360 turns (as released), then factors of saturation, value and contrast;
+    ``contrast_first`` bool [N]: contrast before the others, or after them.
     """
 
     def contrast(x: Tensor) -> Tensor:
@@ -106,11 +103,8 @@ def apply_views(
     images: Tensor, codes: Tensor, factors: Tensor, mean: Tensor, std: Tensor, *, jitter_normalised: bool = False
 ) -> Tensor:
     """Augments images, float [N, 3, H, W] in [0, 1], by parameters drawn with
-    ``draw_augment_parameters`` and normalises them.
-
-    Order: mirror, crop, jitter (before normalisation, or after it as released), normalise, grey.
-    Crop and mirror act on pixels before normalisation, which is the same since both only average
-    pixels of one channel.
+    ``draw_augment_parameters`` and normalises them: mirror, crop, jitter (before normalisation, or
+    after it, clamped to [0, 1], as released), normalise, grey.
 
     Args:
         codes: int32 [N, 6]: mirror, crop width, crop height, offset x, offset y (pixels; offsets
@@ -118,8 +112,6 @@ def apply_views(
             contrast first).
         factors: float32 [N, 4], see :func:`jitter`.
         mean, std: float [3], of the channels of images in [0, 1].
-        jitter_normalised: Jitter the normalised images, clamping them to [0, 1], as the released
-            code does.
     """
     size = images.new_tensor([images.shape[3], images.shape[2]])
     images = torch.where(codes[:, 0].view(-1, 1, 1, 1) != 0, images.flip(3), images)
@@ -188,13 +180,7 @@ def augment(
     views = images.new_zeros(len(images), channels, *images.shape[2:]).contiguous(memory_format=torch.channels_last)
     views[plain, :3] = (images[plain] - mean_tensor.view(1, 3, 1, 1)) / std_tensor.view(1, 3, 1, 1)
     if len(drawn):
-        views[drawn, :3] = apply_views(
-            images[drawn],
-            codes[draws[drawn]],
-            factors[draws[drawn]].to(work),
-            mean_tensor,
-            std_tensor,
-            jitter_normalised=jitter_normalised,
-        )
+        parameters = codes[draws[drawn]], factors[draws[drawn]].to(work), mean_tensor, std_tensor
+        views[drawn, :3] = apply_views(images[drawn], *parameters, jitter_normalised=jitter_normalised)
     views[rows[layout[:, 0].to(torch.int64)] < 0] = 0
     return views.to(dtype)

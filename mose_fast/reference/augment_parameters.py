@@ -87,20 +87,12 @@ def draw_augment_parameters(
     jitter = unit(words[2]) < recipe.jitter_p
     contrast_first = words[3] >> 31
     flags = GRAY * gray.to(torch.int64) + JITTER * jitter.to(torch.int64) + CONTRAST_FIRST * contrast_first
-    codes = torch.stack(
-        [mirror.to(torch.int64), *_draw_crops(recipe, key, step, items, height, width), flags], dim=1
-    ).to(torch.int32)
+    crops = _draw_crops(recipe, key, step, items, height, width)
+    codes = torch.stack([mirror.to(torch.int64), *crops, flags], dim=1).to(torch.int32)
 
     hue, saturation, value, contrast = (2.0 * unit(word) - 1.0 for word in philox(key, step, items, Purpose.VIEW, 1))
-    drawn = torch.stack(
-        [
-            hue * recipe.hue,
-            1.0 + saturation * recipe.saturation,
-            1.0 + value * recipe.brightness,
-            1.0 + contrast * recipe.contrast,
-        ],
-        dim=1,
-    )
+    around_one = ((saturation, recipe.saturation), (value, recipe.brightness), (contrast, recipe.contrast))
+    drawn = torch.stack([hue * recipe.hue, *(1.0 + number * width for number, width in around_one)], dim=1)
     neutral = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64, device=device)
     factors = torch.where(jitter[:, None], drawn, neutral).to(torch.float32)
     return codes, factors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Norm", "norm_state", "normalised", "valid_mask", "without_padding"]
+__all__ = ["Norm", "norm_state", "normalised", "without_padding"]
 
 
 class Norm(NamedTuple):
@@ -34,12 +34,9 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.BatchNorm2d) -> Norm:
-        """The norm that a PyTorch module computes at this moment, by its own settings.
-
-        In training: the batch's statistics, which enter the running ones unless
-        ``track_running_stats`` is False, as it may be set for a while. In evaluation: the running
-        statistics, or the batch's where the module has none. Raises ValueError if it updates its
-        running statistics and its momentum is None (a cumulative average).
+        """The norm that a PyTorch module computes at this moment, by its own settings:
+        ``track_running_stats``, which may be set for a while, too. Raises ValueError if it updates
+        its running statistics and its momentum is None (a cumulative average).
         """
         tracks = module.training and module.track_running_stats
         if tracks and module.momentum is None:
@@ -57,15 +54,12 @@ class Norm(NamedTuple):
         )
 
 
-def valid_mask(y: Tensor, valid_rows: int | Tensor) -> Tensor:
-    """Returns bool [N, 1, ..., 1], True for the rows that are not padding."""
-    rows = torch.arange(len(y), device=y.device)
-    return (rows < valid_rows).view(-1, *[1] * (y.dim() - 1))
-
-
 def without_padding(y: Tensor, valid_rows: int | Tensor | None) -> Tensor:
     """Returns ``y`` with zeros in its padded rows, forward and backward, whatever they held."""
-    return y if valid_rows is None else torch.where(valid_mask(y, valid_rows), y, 0)
+    if valid_rows is None:
+        return y
+    valid = torch.arange(len(y), device=y.device) < valid_rows
+    return torch.where(valid.view(-1, *[1] * (y.dim() - 1)), y, 0)
 
 
 def norm_state(y: Tensor, norm: Norm, valid_rows: int | Tensor | None = None) -> Tensor:

@@ -10,15 +10,6 @@ from mose_fast.reference.batch_norm import Norm, norm_state, normalised, without
 __all__ = ["batch_norm_act"]
 
 
-def _plain(x: Tensor, norm: Norm) -> Tensor:
-    """Computes what ``nn.BatchNorm2d`` does."""
-    if norm.training and norm.batches_tracked is not None:
-        norm.batches_tracked.add_(1)
-    return F.batch_norm(
-        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
-    )
-
-
 def batch_norm_act(
     x: Tensor,
     norm: Norm,
@@ -38,21 +29,18 @@ def batch_norm_act(
     is computed in float32 (float64) and rounded once.
     """
     residual = None if residual is None else residual.to(x.dtype)
-    if prologue is None and valid_rows is None:
-        y = _plain(x, norm)
-        if residual is not None:
-            y = y + (residual if residual_norm is None else _plain(residual, residual_norm))
-        y = F.relu(y) if relu else y
-    else:
-        inner = without_padding(x, valid_rows)
-        inner = inner if prologue is None else normalised(inner, prologue)
-        z = normalised(inner, norm_state(inner, norm, valid_rows), relu=False)
-        if residual is not None:
-            other = without_padding(residual, valid_rows)
-            z = z + (
-                other
-                if residual_norm is None
-                else normalised(other, norm_state(other, residual_norm, valid_rows), relu=False)
-            )
-        y = without_padding(F.relu(z) if relu else z, valid_rows).to(x.dtype)
+
+    def normed(y: Tensor, n: Norm) -> Tensor:
+        if prologue is not None or valid_rows is not None:
+            return normalised(y, norm_state(y, n, valid_rows), relu=False)
+        if n.training and n.batches_tracked is not None:
+            n.batches_tracked.add_(1)
+        return F.batch_norm(y, n.running_mean, n.running_var, n.weight, n.bias, n.training, n.momentum, n.eps)
+
+    inner = without_padding(x, valid_rows)
+    z = normed(inner if prologue is None else normalised(inner, prologue), norm)
+    if residual is not None:
+        other = without_padding(residual, valid_rows)
+        z = z + (other if residual_norm is None else normed(other, residual_norm))
+    y = without_padding(F.relu(z) if relu else z, valid_rows).to(x.dtype)
     return y if consumers == 1 else (y,) * consumers

@@ -76,11 +76,9 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     difference = _normalise(_at_least_float32(student)) - _normalise(_at_least_float32(teacher))
     if len(difference) == 0:
         return difference.sum() * 0
-    return (
-        torch.linalg.vector_norm(difference)
-        if reduction == "frobenius"
-        else torch.linalg.vector_norm(difference, dim=1).mean()
-    )
+    if reduction == "frobenius":
+        return torch.linalg.vector_norm(difference)
+    return torch.linalg.vector_norm(difference, dim=1).mean()
 
 
 def expert_losses(
@@ -101,12 +99,8 @@ def expert_losses(
     rsd_reduction: str = "frobenius",
     student_index: int | None = None,
 ) -> Tensor:
-    """Computes all losses of one step: a row (supervised contrastive, cross-entropy, distillation)
-    per expert; training minimises their sum.
-
-    :func:`mose_fast.ops.expert_losses.expert_losses` describes the arguments; here scalars may be
-    on any device. Returns [E, 3], float32 (float64 for float64 inputs); terms that are switched off
-    are 0.
+    """Computes all losses of one step, see :func:`mose_fast.ops.expert_losses.expert_losses`; here
+    scalars may be on any device.
     """
     if valid_rows is not None:
         valid = int(valid_rows)

@@ -2,8 +2,7 @@
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A word is a pure function of
 (seed, sequence, item, purpose, lane), so any device computes any draw in any order. Words are held
-as int64 in ``[0, 2**32)``; sums and products wrap modulo ``2**64`` as in C, and :func:`_high` is
-the logical shift that int64 lacks.
+as int64 in ``[0, 2**32)``; sums and products wrap modulo ``2**64`` as in C.
 """
 
 from __future__ import annotations

@@ -38,34 +38,13 @@ from mose_fast.reference import norm_pool as reference_pool
 from mose_fast.reference import null as reference_null
 from mose_fast.reference import reservoir as reference_reservoir
 
-__all__ = [
-    "FORMS",
-    "Adam",
-    "AlignConv",
-    "BatchNormAct",
-    "BatchNormPool",
-    "ExpertLosses",
-    "NormPool",
-    "NormState",
-    "Null",
-    "Parameters",
-    "Problem",
-    "Reservoir",
-    "Results",
-    "Shape",
-    "Views",
-    "by_reference",
-    "make_batch",
-    "make_memory",
-    "make_step",
-]
-
 Results = dict[str, Tensor]
 Size = tuple[int, int, int, int]  # of a map: [N, C, H, W]
+Rows = int | Tensor | None  # how many are valid
 
 _CPU = torch.device("cpu")
 #: A value before its ReLU: nothing may depend on which side of zero rounding puts it.
-_EDGE = {torch.float32: 1e-3, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+_EDGE = {torch.float32: 1e-3, torch.bfloat16: 2.0**-5}
 
 
 class Problem(ABC):
@@ -74,8 +53,7 @@ class Problem(ABC):
 
     Attributes:
         op: The op, and ``form``, PyTorch's form of it.
-        rounded: How many maps are rounded to ``dtype`` between inputs and results; 0 where all is
-            computed in float32 and rounded once.
+        rounded: How many maps are rounded to ``dtype`` between inputs and results.
         floor: What another order of sums may cost, of the largest number of a result: 64 roundings
             of float32. 0: results are decisions or copies, whose bits must be equal.
     """
@@ -90,9 +68,7 @@ class Problem(ABC):
         self._generator = torch.Generator().manual_seed(seed)
 
     @abstractmethod
-    def run(
-        self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None, **options: Any
-    ) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None, **options: Any) -> Results:
         """The results of ``function``, called like :attr:`op`, with everything in ``dtype``."""
 
     def ours(self, **options: Any) -> Results:
@@ -109,11 +85,9 @@ class Problem(ABC):
         return self.run(self.form, torch.float64, valid_rows=self.valid, **options)
 
     def normal(self, *shape: int) -> Tensor:
-        """Normal numbers in float32."""
         return torch.randn(shape, generator=self._generator).to(self.device)
 
     def map(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """A map of normal numbers."""
         return _channels_last((self.normal(*shape) * scale + shift).to(self.dtype))
 
     def coarse(self, *shape: int) -> Tensor:
@@ -210,19 +184,13 @@ class AlignConv(Problem):
         self.pad(self.x, self.gate, self.grads[0])
 
     def run(
-        self,
-        function: Any,
-        dtype: torch.dtype | None = None,
-        valid_rows: int | Tensor | None = None,
-        *,
-        grads: Sequence[Tensor] | None = None,
+        self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None, *, grads: Any = None
     ) -> Results:
         module = _copied(self.module, dtype, self.training)
-        inputs = (self.x, self.depthwise, self.pointwise, self.state, self.gate)
-        x, depthwise, pointwise, state, gate = (_leaf(value, dtype) for value in inputs)
-        options = {"stride": self.shape.stride, "prologue": state, "gate": gate, "valid_rows": valid_rows}
-        result = function(x, depthwise, pointwise, Norm.of(module), **options)
-        leaves = {"x": x, "depthwise": depthwise, "pointwise": pointwise, "prologue": state, "gate": gate}
+        inputs = {"x": self.x, "depthwise": self.depthwise, "pointwise": self.pointwise}
+        leaves = {n: _leaf(x, dtype) for n, x in {**inputs, "prologue": self.state, "gate": self.gate}.items()}
+        options = {"norm": Norm.of(module), "stride": self.shape.stride, "valid_rows": valid_rows}
+        result = function(**leaves, **options)
         gradients = _gradients(result, leaves | dict(module.named_parameters()), self.grads if grads is None else grads)
         return {"y": result.y.detach(), "state": result.state.detach(), **gradients, **_statistics(module)}
 
@@ -267,7 +235,7 @@ class BatchNormAct(Problem):
         self.grads = [_channels_last(torch.where(z.abs() < _EDGE[self.dtype], 0, g)) for g in self.grads]
         self.pad(self.x, self.residual, *self.grads)
 
-    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None) -> Results:
         norms = [_copied(norm, dtype, self.training) for norm in self.norms]
         x, residual, state = (_leaf(value, dtype) for value in (self.x, self.residual, self.state))
         options, leaves = {}, {"x": x, **dict(norms[0].named_parameters())}
@@ -295,14 +263,14 @@ class NormState(Problem):
         self.module, self.grad = self.norm(shape[1]), self.normal(4, shape[1])
         self.pad(self.x)
 
-    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None) -> Results:
         module, x = _copied(self.module, dtype, True), _leaf(self.x, dtype)
         state = function(x, Norm.of(module), valid_rows)
         gradients = _gradients([state], {"x": x, **dict(module.named_parameters())}, [self.grad])
         return {"state": state.detach(), **gradients, **_statistics(module)}
 
 
-def by_reference(x: Tensor, norm: Norm, residual: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
+def by_reference(x: Tensor, norm: Norm, residual: Tensor, valid_rows: Rows = None) -> Tensor:
     """batch_norm_pool in plain PyTorch."""
     y = reference_act.batch_norm_act(x, norm, residual=residual, valid_rows=valid_rows)
     return reference_pool.norm_pool(y, None, valid_rows)
@@ -328,7 +296,7 @@ class BatchNormPool(Problem):
         self.grad = self.normal(*shape[:2]).to(self.dtype)
         self.pad(*self.maps, self.grad)
 
-    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None) -> Results:
         x, residual, weight, bias = (_leaf(t, dtype) for t in (*self.maps, self.weight, self.bias))
         running = [_leaf(t, dtype).detach() for t in self.running]
         pooled = function(x, Norm(weight, bias, *running, training=self.training), residual, valid_rows)
@@ -349,7 +317,7 @@ class NormPool(Problem):
         self.state, self.grad = state if with_state else None, self.coarse(*shape[:2]).to(self.dtype)
         self.pad(self.x, self.grad)
 
-    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None) -> Results:
         x, state = _leaf(self.x, dtype), _leaf(self.state, dtype)
         pooled = function(x, state, valid_rows)
         return {"pooled": pooled.detach(), **_gradients([pooled], {"x": x, "state": state}, [self.grad])}
@@ -369,33 +337,30 @@ class ExpertLosses(Problem):
         self,
         rows: int,
         classes: int,
-        dtype: torch.dtype,
-        device: str,
-        seed: int,
+        *common: Any,
         valid: int | None = None,
-        *,
         size: int = 128,
         features: int = 512,
         experts: int = 4,
         **options: Any,
     ) -> None:
-        super().__init__(dtype, device, seed, valid)
+        super().__init__(*common, valid=valid)
         shapes = ((experts, rows, size), (experts, rows, classes), (experts, rows, features), (rows, features))
-        self.inputs = [self.normal(*shape).to(dtype) for shape in shapes]
-        self.labels = torch.randint(0, min(10, classes), (rows,), generator=self._generator).to(device)
-        self.mask = torch.arange(classes, device=device) < 10
+        self.inputs = [self.normal(*shape).to(self.dtype) for shape in shapes]
+        self.labels = torch.randint(0, min(10, classes), (rows,), generator=self._generator).to(self.device)
+        self.mask = torch.arange(classes, device=self.device) < 10
         self.new, self.options = (rows if valid is None else valid) // 3, options
         self.pad(*(x.transpose(0, -2) for x in self.inputs))
         if valid is not None:
             self.labels[valid:] = -7
 
-    def run(
-        self, function: Any, dtype: torch.dtype | None = None, valid_rows: int | Tensor | None = None, **options: Any
-    ) -> Results:
+    def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: Rows = None, **options: Any) -> Results:
         names = ("projections", "logits", "features", "student")
         leaves = {name: _leaf(x, dtype) for name, x in zip(names, self.inputs, strict=True)}
-        options = {"new_rows": self.new, "current_classes": self.mask, **self.options, **options}
-        terms = function(*leaves.values(), self.labels, valid_rows=valid_rows, **options)
+        options = (
+            {"new_rows": self.new, "current_classes": self.mask, "valid_rows": valid_rows} | self.options | options
+        )
+        terms = function(**leaves, labels=self.labels, **options)
         return {"terms": terms.detach(), **_gradients([terms], leaves, [torch.ones_like(terms)])}
 
     def ours(self, **options: Any) -> Results:
@@ -486,11 +451,9 @@ class Views(Problem):
     op, form = staticmethod(augment), staticmethod(reference_augment.augment)
     floor = 2.0**-16  # :func:`augment` promises 1e-5 (1 + |value|), of values up to 3
 
-    def __init__(
-        self, views: int, size: tuple[int, int], recipe: Recipe, dtype: torch.dtype, device: str, seed: int
-    ) -> None:
-        super().__init__(dtype, device, seed)
-        self.step = make_step(views, size, recipe, seed)
+    def __init__(self, views: int, size: tuple[int, int], recipe: Recipe, *common: Any) -> None:
+        super().__init__(*common)
+        self.step = make_step(views, size, recipe, seed=common[-1])
 
     def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: None = None) -> Results:
         if function is self.form:

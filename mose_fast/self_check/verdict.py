@@ -51,6 +51,10 @@ _PATIENCE = 300.0
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+# Verdicts that this process obeys, by key.
+_known: dict[str, Verdict] = {}
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a check has found.
@@ -71,12 +75,13 @@ class Verdict:
 
     @property
     def off(self) -> dict[str, str]:
-        """What is switched off, and why: ops; ``step``, and with it all ops; ``captured``."""
         return switched_off(self.rows)
 
 
 def switched_off(rows: Sequence[Row]) -> dict[str, str]:
-    """What rows that failed switch off, by :attr:`Verdict.off`'s names, each with its first row."""
+    """What rows that failed switch off, each with its first row: ops; ``step``, and with it all
+    ops; ``captured``.
+    """
     off: dict[str, str] = {}
     for row in rows:
         if not row.passed:
@@ -136,10 +141,6 @@ def stored(device: torch.device) -> Verdict | None:
     return None if kind is None else _read(kind)
 
 
-# Verdicts that this process obeys, by key.
-_known: dict[str, Verdict] = {}
-
-
 def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
     found = _read(kind)
     if found is None:
@@ -154,7 +155,6 @@ def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
 
 
 def _warnings(verdict: Verdict, card: str) -> Iterator[str]:
-    """What users are told of a verdict."""
     if verdict.note:
         yield f"the kernels could not all be checked on {card} ({verdict.note}); the next run tries again"
     if verdict.unkept:
@@ -172,9 +172,6 @@ def _warnings(verdict: Verdict, card: str) -> Iterator[str]:
             f"the self-check on {card} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast doctor"
             " --check"
         )
-
-
-# What is kept
 
 
 def _folder() -> Path:
@@ -231,9 +228,6 @@ def _driver() -> str:
     return cuda
 
 
-# The check
-
-
 def _new(device: torch.device, kind: dict[str, str]) -> Verdict:
     start = time.perf_counter()
     rows: list[Row] = []
@@ -254,77 +248,63 @@ def _in_processes(device: torch.device, kind: dict[str, str], rows: list[Row]) -
     """
     done: list[str] = []
     while True:
-        part, told = "", ""
+        heard: dict[str, Any] = {}
         wanted = {"device": str(device), "kind": kind, "done": done, "off": switched_off(rows)}
-        with tempfile.TemporaryFile() as said, _Process(wanted, said) as process:
-            for message in process.messages():
-                match message:
-                    case {"begin": part}:
-                        pass
-                    case {"row": row}:
-                        rows.append(Row(**row))
-                    case {"end": name}:
-                        done.append(name)
-                        part = ""
-                    case {"obstacle": told}:
-                        pass
-                    case {"finished": True}:
-                        return ""
-            how, status = process.end()
-        if told:
-            return told
+        with tempfile.TemporaryFile() as said, _started(wanted, said) as process:
+            for message in _messages(process):
+                heard |= message
+                if "row" in message:
+                    rows.append(Row(**message["row"]))
+                elif "end" in message:
+                    done.append(message["end"])
+                elif "finished" in message:
+                    return ""
+            status = process.wait()
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+        if "obstacle" in heard:
+            return heard["obstacle"]
         if status == RESTART:
             continue
-        if not part or (-status in _FROM_OUTSIDE and not process.hung):
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"said nothing for {_PATIENCE:.0f} s" if "hung" in heard else how
+        how += f" ({lines[-1]})" if lines else ""
+        part = heard.get("begin")
+        if part == heard.get("end") or (-status in _FROM_OUTSIDE and "hung" not in heard):
             return f"its process {how}"
         rows.append(Row(part, "all", None, None, f"the process of the check {how}"))
         done.append(part)
 
 
-class _Process:
+@contextlib.contextmanager
+def _started(wanted: dict[str, Any], said: IO[bytes]) -> Iterator[subprocess.Popen]:
     """A process of the check, whose standard error goes to the file ``said``."""
+    environment = {**os.environ, SWITCH: "0", "MOSE_FAST_NATIVE": str(Path(_loader.native.__file__).parent)}
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one order of sums, for the tiny network
+    environment["PYTHONWARNINGS"] = "ignore"  # which may be errors here
+    process = subprocess.Popen(
+        python("mose_fast.train.self_check", json.dumps(wanted)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        env=environment,
+        start_new_session=True,  # Ctrl-C goes to this process alone, which ends the other
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
-    def __init__(self, wanted: dict[str, Any], said: IO[bytes]) -> None:
-        self.hung, self._said = False, said
-        environment = {**os.environ, SWITCH: "0", "MOSE_FAST_NATIVE": str(Path(_loader.native.__file__).parent)}
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one order of sums, for the tiny network
-        environment["PYTHONWARNINGS"] = "ignore"  # which may be errors here
-        self._process = subprocess.Popen(
-            python("mose_fast.train.self_check", json.dumps(wanted)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=environment,
-            start_new_session=True,  # Ctrl-C goes to this process alone, which ends the other
-        )
 
-    def __enter__(self) -> _Process:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._process.stdout.close()
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """What the process says, until it ends or hangs."""
-        pipe, rest = self._process.stdout.fileno(), b""
-        while True:
-            if not select.select([pipe], [], [], _PATIENCE)[0]:
-                self.hung = True
-                self._process.kill()
-                return
-            content = os.read(pipe, 65536)
-            if not content:
-                return
-            *lines, rest = (rest + content).split(b"\n")
-            yield from map(json.loads, lines)
-
-    def end(self) -> tuple[str, int]:
-        """How the process ended, for a message, and its exit status."""
-        status = self._process.wait()
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        how = f"said nothing for {_PATIENCE:.0f} s" if self.hung else how
-        return (f"{how} ({lines[-1]})" if lines else how), status
+def _messages(process: subprocess.Popen) -> Iterator[dict[str, Any]]:
+    """What a process says, until it ends; ``hung`` if it hangs, which ends it."""
+    pipe, rest = process.stdout.fileno(), b""
+    while select.select([pipe], [], [], _PATIENCE)[0]:
+        content = os.read(pipe, 65536)
+        if not content:
+            return
+        *lines, rest = (rest + content).split(b"\n")
+        yield from map(json.loads, lines)
+    process.kill()
+    yield {"hung": True}

@@ -26,21 +26,22 @@ from mose_fast.streams.stream import (
     fingerprint,
 )
 
-__all__ = ["check_images", "check_labels", "from_arrays", "from_batches"]
+__all__ = ["from_arrays", "from_batches"]
+
+# The batches of each task: images and labels.
+_Recorded = list[list[tuple[np.ndarray, np.ndarray]]]
 
 
-def check_images(x: Any, what: str) -> np.ndarray:
-    """Returns images ``x``, a numpy array or tensor called ``what`` in messages, as uint8 [N, H, W,
-    3]; grey images [N, H, W] are repeated to three channels. Raises StreamError, which says how to
-    convert, if type, number of channels or size cannot be used.
+def _images(x: Any, what: str) -> np.ndarray:
+    """Images, an array or tensor called ``what`` in messages, as uint8 [N, H, W, 3]; grey images
+    [N, H, W] are repeated to three channels. Raises StreamError, which says how to convert, if
+    type, number of channels or size cannot be used.
     """
-    if isinstance(x, Tensor):
-        x = _numpy(x)
-    _refuse_masked(x, what)
+    x = _unmasked(x, what)
     if not isinstance(x, np.ndarray):
         raise StreamError(f"{what} is a {type(x).__name__}; wanted a numpy array or a tensor, uint8 [N, H, W, 3]")
     if x.dtype != np.uint8:
-        raise StreamError(f"{what} is {x.dtype}{_contents(x)}; wanted uint8 in [0, 255]{_to_uint8(x)}")
+        raise StreamError(f"{what} is {x.dtype}{_not_uint8(x)}")
     shape = list(x.shape)
     if x.ndim not in (3, 4):
         raise StreamError(f"{what} has shape {shape}; wanted [N, H, W, 3], or [N, H, W] for grey images")
@@ -63,18 +64,34 @@ def check_images(x: Any, what: str) -> np.ndarray:
         raise StreamError(
             f"{what} holds images of {height}x{width}; wanted sides divisible by 8: pad them (numpy.pad) or resize them"
         )
-    if x.ndim == 3:
-        x = np.repeat(x[..., None], 3, axis=3)
-    return x
+    return np.repeat(x[..., None], 3, axis=3) if x.ndim == 3 else x
 
 
-def check_labels(y: Any, what: str) -> np.ndarray:
-    """Returns labels as int64 [N]. Raises StreamError if they are no integers, do not fit into
+def _not_uint8(x: np.ndarray) -> str:
+    """What images of another type hold, and what converts them."""
+    wanted = "; wanted uint8 in [0, 255]"
+    if not x.size or x.dtype.kind not in "fiu":
+        return wanted
+    if np.isnan(x).any():
+        return f" and contains NaN{wanted}"
+    low, high, real = x.min(), x.max(), x.dtype.kind == "f"
+    told = f" from {low:g} to {high:g}{wanted}"
+    if np.isinf([low, high]).any():
+        return told
+    if real and low >= 0 and high <= 1:
+        return f"{told}: (x * 255).round().astype('uint8') converts it"
+    if low >= 0 and high <= 255:
+        return f"{told}: x{'.round()' if real else ''}.astype('uint8') converts it"
+    return f"{told}; it looks normalised or scaled: take the images as they were before"
+
+
+def _labels(y: Any, what: str) -> np.ndarray:
+    """Labels as int64 [N], a copy. Raises StreamError if they are no integers, do not fit into
     int64, or have more than one axis.
     """
-    _refuse_masked(y, what)
+    y = _unmasked(y, what)
     try:
-        y = _numpy(y) if isinstance(y, Tensor) else np.asarray(y)
+        y = np.asarray(y)
     except ValueError as error:
         raise StreamError(f"{what} is no array of labels ({error}); wanted [N], one integer an image") from error
     if y.dtype.kind not in "iu":
@@ -93,6 +110,16 @@ def check_labels(y: Any, what: str) -> np.ndarray:
     if y.size and y.max() > np.iinfo(np.int64).max:
         raise StreamError(f"{what} reaches {y.max()}; wanted labels below 2**63")
     return y.astype(np.int64)
+
+
+def _unmasked(values: Any, what: str) -> Any:
+    """A tensor as a numpy array; anything else as it is. Raises StreamError if it is masked."""
+    if is_masked(values):
+        raise StreamError(f"{what} is {MASKED}")
+    if not isinstance(values, Tensor):
+        return values
+    values = values.detach().cpu()
+    return (values.float() if values.is_floating_point() else values).numpy()  # numpy has no bfloat16
 
 
 def from_arrays(
@@ -144,18 +171,14 @@ def from_arrays(
             in the memory. Rounded to whole images, a half upwards. None: none.
         validation_seed: Seed that they are drawn from, class by class, independently of all else.
         evaluate_on: ``test``, or ``validation`` for the held-out images.
-        kind: ``tasks``, ``imbalanced``, ``blurry``, ``si_blurry`` or ``task_free``; see
-            docs/streams.md. A kind without task boundaries is drawn on the classes of the first
-            tasks.
-        kind_seed, disjoint, blur, imbalance, drift: Settings of the kind; see
-            :class:`mose_fast.settings.run.StreamConfig`.
+        kind, kind_seed, disjoint, blur, imbalance, drift: See docs/streams.md. A kind without task
+            boundaries is drawn on the classes of the first tasks.
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.
 
-    Raises:
-        StreamError: An array or argument cannot be used.
-        ConfigError: A setting of the kind is out of range.
+    StreamError: an array or argument cannot be used; ConfigError: a setting of the kind is out of
+    range.
     """
     settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
     kind, evaluate_on, name, mirror_safe = settings.kind, plain(evaluate_on), plain(name), plain(mirror_safe)
@@ -289,11 +312,9 @@ def from_batches(
         test: Test images and labels ``(x, y)``, or an iterable of such batches.
         class_tasks: The labels of each task. A batch belongs to the task with its labels; the tasks
             follow one another even if their batches alternate.
-        name, normalisation, mirror_safe, class_names: See :func:`from_arrays`.
 
-    Raises:
-        StreamError: A batch cannot be used, mixes tasks, or a task has no images; the message
-            counts tasks and batches from 0.
+    The others are those of :func:`from_arrays`. Raises StreamError if a batch cannot be used, mixes
+    tasks, or a task has no images; the message counts tasks and batches from 0.
     """
     recorded = _record_tasks(tasks) if class_tasks is None else _record_flat(tasks, class_tasks)
     for t, batches in enumerate(recorded):
@@ -330,13 +351,9 @@ def from_batches(
     known = np.sort(class_order)
     head = np.argsort(class_order)  # of the i-th label in sorted order
 
-    arrival, start = [], 0
-    for batches in recorded:
-        rows = []
-        for x, _ in batches:
-            rows.append(torch.arange(start, start + len(x)))
-            start += len(x)
-        arrival.append(tuple(rows))
+    sizes = [len(y) for batches in recorded for _, y in batches]
+    rows = iter(torch.arange(sum(sizes)).split(sizes))
+    arrival = tuple(tuple(next(rows) for _ in batches) for batches in recorded)
     y_test = np.concatenate([y for _, y in tested])
     _refuse_unknown(y_test, known, "test labels", "the tasks")
     y_train = np.concatenate([y for batches in recorded for _, y in batches])
@@ -354,20 +371,19 @@ def from_batches(
         class_names=tuple(names[i] for i in np.argsort(head)),
         normalisation=_normalisation(normalisation or "half"),
         mirror_safe=plain(mirror_safe),
-        batch=max(len(rows) for batches in arrival for rows in batches),
-        arrival=tuple(arrival),
+        batch=max(sizes),
+        arrival=arrival,
     )
 
 
 def _count(name: str, value: Any) -> int | None:
-    """A number of at least 1; None stays, for the default."""
     try:
         return whole_number(name, value, none="the default")
     except ConfigError as error:
         raise StreamError(str(error)) from error
 
 
-def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def _record_tasks(tasks: Iterable) -> _Recorded:
     recorded = []
     for t, task in enumerate(_iterate(tasks, "tasks")):
         if _is_batch(task):
@@ -378,26 +394,27 @@ def _record_tasks(tasks: Iterable) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     return recorded
 
 
-def _record_flat(batches: Iterable, class_tasks: Sequence[Sequence[int]]) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def _record_flat(batches: Iterable, class_tasks: Sequence[Sequence[int]]) -> _Recorded:
     class_tasks = [[*map(plain, labels)] for labels in class_tasks]
     counts = Counter(label for labels in class_tasks for label in labels)
     for label, count in counts.items():
         if count > 1:
             raise StreamError(f"class_tasks names label {label} {count} times; wanted every class in one task")
     task_of = {label: t for t, labels in enumerate(class_tasks) for label in labels}
-    recorded: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in class_tasks]
+    arrived: set[int] = set()
+    recorded: _Recorded = [[] for _ in class_tasks]
     for i, batch in enumerate(_iterate(batches, "tasks")):
         x, y = _record(batch, f"batch {i}")
         for label in y.tolist():
             if label not in task_of:
                 raise StreamError(f"batch {i} holds label {label}, which class_tasks does not name")
+        arrived.update(y.tolist())
         owners = sorted({task_of[label] for label in y.tolist()})
         if len(owners) > 1:
             raise StreamError(
                 f"batch {i} mixes labels of tasks {', '.join(map(str, owners))}; wanted the labels of one task"
             )
         recorded[owners[0]].append((x, y))
-    arrived = {label for batches in recorded for _, y in batches for label in y.tolist()}
     for label, t in task_of.items():
         if label not in arrived:
             raise StreamError(
@@ -410,7 +427,7 @@ def _record(batch: Any, what: str) -> tuple[np.ndarray, np.ndarray]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise StreamError(f"{what} is {_kind(batch)}; wanted a pair (x, y) of images and labels")
     x, y = _pair(*batch, f"x of {what}", f"y of {what}")
-    # Loaders may reuse one buffer. check_labels has copied the labels already.
+    # Loaders may reuse one buffer. The labels are copied already.
     return x.copy(), y
 
 
@@ -430,39 +447,11 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
 
 
-def _numpy(x: Tensor) -> np.ndarray:
-    x = x.detach().cpu()
-    return (x.float() if x.is_floating_point() else x).numpy()  # numpy has no bfloat16
-
-
 def _pair(x: Any, y: Any, what_x: str, what_y: str) -> tuple[np.ndarray, np.ndarray]:
-    x, y = check_images(x, what_x), check_labels(y, what_y)
+    x, y = _images(x, what_x), _labels(y, what_y)
     if len(x) != len(y):
         raise StreamError(f"{what_x} holds {len(x)} images and {what_y} {len(y)} labels; wanted one label an image")
     return x, y
-
-
-def _refuse_masked(values: Any, what: str) -> None:
-    if is_masked(values):
-        raise StreamError(f"{what} is {MASKED}")
-
-
-def _contents(x: np.ndarray) -> str:
-    if not x.size or x.dtype.kind not in "fiu":
-        return ""
-    if x.dtype.kind == "f" and np.isnan(x).any():
-        return " and contains NaN"
-    return f" from {x.min():g} to {x.max():g}"
-
-
-def _to_uint8(x: np.ndarray) -> str:
-    if not x.size or x.dtype.kind not in "fiu" or (x.dtype.kind == "f" and not np.isfinite(x).all()):
-        return ""
-    if x.dtype.kind == "f" and x.min() >= 0 and x.max() <= 1:
-        return ": (x * 255).round().astype('uint8') converts it"
-    if x.min() >= 0 and x.max() <= 255:
-        return ": x.round().astype('uint8') converts it" if x.dtype.kind == "f" else ": x.astype('uint8') converts it"
-    return "; it looks normalised or scaled: take the images as they were before"
 
 
 def _size(x: np.ndarray) -> str:

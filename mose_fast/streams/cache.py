@@ -8,19 +8,17 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from mose_fast.streams.decoding import Decoding, Source, decode_images
 from mose_fast.streams.draws import StreamError
-from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
+from mose_fast.streams.npz import arrays_of, read_npz
 
-__all__ = ["Decoded", "decode_resumably", "decoded_once"]
-
-#: The arrays of a stream, and the names of its classes.
-Decoded = tuple[dict[str, np.ndarray], list[str]]
+__all__ = ["arrays_of_parts", "decode_resumably", "decoded_once", "stamp"]
 
 # In seconds.
 _DAY = 86400.0
@@ -29,10 +27,28 @@ _DAY = 86400.0
 _BLOCK = 1000
 
 
+def stamp(file: Path) -> str:
+    """Size and date of a file, which tell whether it is still the one that was decoded."""
+    status = file.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def arrays_of_parts(labelled: Mapping[str, Sequence[tuple[Any, int]]], images: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of some parts, whose images follow one another, given the pairs of file and label
+    of each part.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for part, found in labelled.items():
+        arrays[f"x_{part}"], images = images[: len(found)], images[len(found) :]
+        arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
+    return arrays
+
+
 def decoded_once(
-    cache: Path, stamps: Mapping[str, str], decode: Callable[[Path], Decoded], splits: Sequence[str] = SPLITS
-) -> Decoded:
-    """What ``decode`` returns, or the copy of it that an earlier call has kept.
+    cache: Path, stamps: Mapping[str, str], decode: Callable[[Path], dict[str, Any]], splits: Sequence[str]
+) -> dict[str, Any]:
+    """What ``decode`` returns, or the copy of it that an earlier call has kept: the arrays of the
+    parts ``splits``, and ``class_names``.
 
     The copy is made anew when the files have changed or it is damaged. A process that is killed
     leaves what it has decoded to the next one. Where the folder is read-only or the disk is full,
@@ -44,7 +60,6 @@ def decoded_once(
         stamps: Size and date, or a checksum, of each file by its path.
         decode: Decodes the files, given the file in which :func:`decode_resumably` keeps images
             until all are decoded.
-        splits: The parts of the data set that ``decode`` returns.
     """
     cache = cache if "test" in splits else cache.with_suffix(".train.npz")
     lines = "\n".join(f"{path} {stamp}" for path, stamp in sorted(stamps.items()))
@@ -53,45 +68,51 @@ def decoded_once(
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
-                held = read_npz(cache, (*arrays_of(splits), "class_names"))
+                held: dict[str, Any] = dict(read_npz(cache, (*arrays_of(splits), "class_names")))
                 _remove_leftovers(cache, set())
-                return {name: held[name] for name in arrays_of(splits)}, held["class_names"].tolist()
+                return held | {"class_names": held["class_names"].tolist()}
     _remove_leftovers(cache, {unfinished})
-    arrays, names = decode(unfinished)
-    contents = {**arrays, "class_names": np.array(names), "fingerprint": np.array(fingerprint)}
+    decoded = decode(unfinished)
+    contents = decoded | {"fingerprint": fingerprint}
     written = _write(cache, contents)
     with contextlib.suppress(OSError):
         unfinished.unlink()
         if not written:  # the disk may have room for the copy now
             _write(cache, contents)
-    return arrays, names
+    return decoded
 
 
-def decode_resumably(images: np.ndarray, decode: Callable[[int], Iterator[np.ndarray]], unfinished: Path) -> np.ndarray:
-    """Fills and returns ``images``, uint8 [N, H, W, 3], contiguous, by ``decode``, which gives them
-    from a given one on; keeps them in a file meanwhile, so that a process that is killed does not
-    decode them again.
+def decode_resumably(files: Sequence[Source], decoding: Decoding, side: int, unfinished: Path) -> np.ndarray:
+    """Decodes files of images of one size: uint8 [N, side, side, 3]; keeps them in a file
+    meanwhile, so that a process that is killed does not decode them again. Raises StreamError as
+    :func:`decode_images` does, or if an image of the official data has another size.
 
     The file holds blocks of images, each with its checksum. Where it cannot be written, or another
     process writes it, nothing is kept.
     """
+    images = np.empty((len(files), side, side, 3), np.uint8)
     with contextlib.ExitStack() as stack:
-        file = None
+        kept = None
         with contextlib.suppress(OSError):
             opened = stack.enter_context(unfinished.open("a+b"))
             _lock(opened)
-            file = opened
-        start = 0 if file is None else _read_blocks(file, images)
-        for row, image in enumerate(decode(start), start):
+            kept = opened
+        start = 0 if kept is None else _read_blocks(kept, images)
+        for row, image in enumerate(decode_images(files, decoding, start), start):
+            if image.shape != images.shape[1:]:
+                raise StreamError(
+                    f"{files[row][0]} is {image.shape[0]}x{image.shape[1]}; wanted {side}x{side} as in the official"
+                    " data"
+                )
             images[row] = image
-            if file is not None and (row % _BLOCK == _BLOCK - 1 or row == len(images) - 1):
+            if kept is not None and (row % _BLOCK == _BLOCK - 1 or row == len(images) - 1):
                 block = images[row - row % _BLOCK : row + 1]
                 try:
-                    file.write(block.data)
-                    file.write(_checksum(block))
-                    file.flush()
+                    kept.write(block.data)
+                    kept.write(_checksum(block))
+                    kept.flush()
                 except OSError:
-                    file = None
+                    kept = None
     return images
 
 
@@ -111,7 +132,7 @@ def _checksum(block: np.ndarray) -> bytes:
     return zlib.crc32(block.data).to_bytes(4, "little")
 
 
-def _write(cache: Path, arrays: dict[str, np.ndarray]) -> bool:
+def _write(cache: Path, arrays: Mapping[str, Any]) -> bool:
     """Writes the copy in one step, or not at all; returns whether it did."""
     temporary = cache.with_name(f".{cache.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
@@ -145,7 +166,5 @@ def _remove_leftovers(cache: Path, kept: set[Path]) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Locks an open file. BlockingIOError: another process holds it; OSError: there are no
-    locks.
-    """
+    """BlockingIOError: another process holds the lock; OSError: there are no locks."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

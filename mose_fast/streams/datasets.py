@@ -1,27 +1,26 @@
-"""The data sets of the registered streams: where their files lie, how to read or download them."""
+"""The data sets of the registered streams: where their files lie, how to read or download them.
+
+A reader is called with the folder of the data, how image files are decoded, and the parts that are
+wanted; files of other parts are not opened. It returns the arrays of these parts, images uint8, and
+``labels``, ``source`` and, where there are some, ``class_names``, for
+:func:`mose_fast.streams.from_arrays`. It raises StreamError if files are damaged, or absent and
+cannot be downloaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from mose_fast.streams.decoding import Decoding
 from mose_fast.streams.draws import StreamError
-from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
+from mose_fast.streams.npz import arrays_of, read_npz
 
-__all__ = [
-    "CIFAR10_NAMES",
-    "CIFAR100_NAMES",
-    "cifar",
-    "default_data_dir",
-    "digits",
-    "locate_cifar",
-    "locate_mnist",
-    "mnist",
-]
+__all__ = ["cifar", "digits", "locate_cifar", "locate_mnist", "mnist"]
 
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -47,14 +46,9 @@ MNIST_SIZES = {
 }
 
 
-def default_data_dir() -> Path:
-    """``mose_fast`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mose_fast"
-
-
-def digits(splits: Sequence[str] = SPLITS) -> dict[str, np.ndarray]:
+def digits(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
     """scikit-learn's 1,797 handwritten digits as 32x32 RGB; every fifth image of each digit is a
-    test image. Returns the arrays of these parts, images uint8 [N, 32, 32, 3], labels int64.
+    test image.
 
     The 8x8 pictures (values 0 to 16) are enlarged bilinearly with pixel centres aligned, in
     integers: exact on every machine.
@@ -70,13 +64,13 @@ def digits(splits: Sequence[str] = SPLITS) -> dict[str, np.ndarray]:
     test = np.zeros(len(labels), bool)
     for digit in range(10):
         test[np.flatnonzero(labels == digit)[4::5]] = True
-    arrays = {}
+    found: dict[str, Any] = {"labels": range(10), "source": "digits"}
     for split in splits:
         rows = test if split == "test" else ~test
         enlarged = weights @ data.images[rows].astype(np.int64) @ weights.T  # at most 16 * 64
         grey = ((enlarged * 255 + 512) // 1024).astype(np.uint8)
-        arrays |= {f"x_{split}": np.repeat(grey[..., None], 3, axis=3), f"y_{split}": labels[rows]}
-    return arrays
+        found |= {f"x_{split}": np.repeat(grey[..., None], 3, axis=3), f"y_{split}": labels[rows]}
+    return found
 
 
 def locate_cifar(classes: int, data_dir: Path) -> Path | None:
@@ -86,85 +80,83 @@ def locate_cifar(classes: int, data_dir: Path) -> Path | None:
     return next((data_dir / name for name in candidates if (data_dir / name).exists()), None)
 
 
-def cifar(classes: int, data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
-    """Reads CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through
-    torchvision, downloading it if absent. Files of other parts than ``splits`` are not opened.
-    Returns the arrays of these parts, and the file or folder they come from. Raises StreamError
-    if files are damaged, or absent and cannot be downloaded.
+def cifar(classes: int, data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+    """CIFAR-10 or CIFAR-100 (fine labels): ``cifar10.npz`` or ``cifar100.npz``, else through
+    torchvision, which downloads it if it is absent.
     """
-    dataset = _cifar_class(classes, splits)
-    npz = data_dir / f"cifar{classes}.npz"
+    from torchvision import datasets  # slow to import
+
+    dataset = {10: datasets.CIFAR10, 100: datasets.CIFAR100}[classes]
+    if "test" not in splits:
+        # torchvision computes the checksums of all files on the lists, whichever it reads.
+        dataset = type(dataset.__name__, (dataset,), {"test_list": []})
+    npz, folder = data_dir / f"cifar{classes}.npz", data_dir / dataset.base_folder
     if npz.exists():
         remedy = f"replace it, or remove it to have {dataset.filename} downloaded"
-        return read_npz(npz, arrays_of(splits), remedy=remedy), npz
-    try:
-        parts = {split: dataset(str(data_dir), train=split == "train", download=True) for split in splits}
-    except Exception as error:  # the network, the file system, the archive and its contents all fail in their own ways
-        wanted = f"place {dataset.filename} from the home page of CIFAR-{classes}, or a {npz.name}, in {data_dir}"
-        damaged = _damaged_cifar(dataset, data_dir)
-        if damaged:
-            reason = f"{damaged} is damaged or truncated (its checksum differs) and cannot be replaced"
-        else:
-            reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
-        raise StreamError(f"{reason} ({_one_line(error)}); {wanted}") from error
-    arrays = {}
-    for split, part in parts.items():
-        arrays |= {f"x_{split}": part.data, f"y_{split}": np.array(part.targets)}
-    return arrays, data_dir / dataset.base_folder
+        arrays = read_npz(npz, arrays_of(splits), remedy=remedy)
+    else:
+        try:
+            arrays = _by_torchvision(dataset, data_dir, splits)
+        except Exception as error:  # network, file system, archive and contents all fail in their own ways
+            damaged = _damaged_cifar(dataset, data_dir)
+            if damaged:
+                reason = f"{damaged} is damaged or truncated (its checksum differs) and cannot be replaced"
+            else:
+                reason = f"CIFAR-{classes} is not in {data_dir} and cannot be downloaded"
+            raise StreamError(
+                f"{reason} ({_one_line(error)}); place {dataset.filename} from the home page of CIFAR-{classes}, or a"
+                f" {npz.name}, in {data_dir}"
+            ) from error
+    names = CIFAR10_NAMES if classes == 10 else CIFAR100_NAMES
+    source = str(npz if npz.exists() else folder)
+    return {**arrays, "labels": range(classes), "class_names": names, "source": source}
 
 
 def locate_mnist(data_dir: Path) -> Path | None:
     """The file or folder that :func:`mnist` would read; None if there is none."""
-    folder = data_dir / "MNIST" / "raw"
-    if (data_dir / "mnist.npz").exists():
-        return data_dir / "mnist.npz"
+    npz, folder = data_dir / "mnist.npz", data_dir / "MNIST" / "raw"
+    if npz.exists():
+        return npz
     return folder if all((folder / name).exists() or (folder / f"{name}.gz").exists() for name in MNIST_SIZES) else None
 
 
-def mnist(data_dir: Path, splits: Sequence[str] = SPLITS) -> tuple[dict[str, np.ndarray], Path]:
-    """Reads MNIST, padded from 28x28 to 32x32: ``mnist.npz``, else through torchvision, downloading
-    it if absent. Returns the arrays of the parts ``splits``, images grey uint8 [N, 32, 32], and the
-    file or folder they come from. Raises StreamError if files are damaged, or absent and cannot
-    be downloaded.
+def mnist(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
+    """MNIST, padded from 28x28 to 32x32, grey: ``mnist.npz``, else through torchvision, which
+    downloads it if it is absent.
     """
-    npz = data_dir / "mnist.npz"
-    raw = data_dir / "MNIST" / "raw"
+    npz, raw = data_dir / "mnist.npz", data_dir / "MNIST" / "raw"
     if npz.exists():
-        source = npz
         arrays = read_npz(npz, arrays_of(splits), remedy="replace it, or remove it to have MNIST downloaded")
     else:
         from torchvision.datasets import MNIST  # slow to import
 
-        source = raw
         _refuse_damaged_mnist(raw)
         try:
-            parts = {split: MNIST(str(data_dir), train=split == "train", download=True) for split in splits}
+            arrays = _by_torchvision(MNIST, data_dir, splits)
         except Exception as error:  # for the same reasons as in cifar
             _refuse_damaged_mnist(raw)
             raise StreamError(
                 f"MNIST is not in {raw} and cannot be downloaded ({_one_line(error)}); "
                 f"place {', '.join(f'{n}.gz' for n in MNIST_SIZES)} there, or a mnist.npz in {data_dir}"
             ) from error
-        arrays = {}
-        for split, part in parts.items():
-            arrays |= {f"x_{split}": part.data.numpy(), f"y_{split}": part.targets.numpy()}
+    source = str(npz if npz.exists() else raw)
     for name in (f"x_{split}" for split in splits):
         if arrays[name].shape[1:] != (28, 28):
             raise StreamError(f"{source}: {name} has shape {list(arrays[name].shape)}; wanted [N, 28, 28]")
         arrays[name] = np.pad(arrays[name], ((0, 0), (2, 2), (2, 2)))
-    return arrays, source
+    return {**arrays, "labels": range(10), "source": source}
+
+
+def _by_torchvision(dataset: type, data_dir: Path, splits: Sequence[str]) -> dict[str, np.ndarray]:
+    arrays = {}
+    for split in splits:
+        part = dataset(str(data_dir), train=split == "train", download=True)
+        arrays |= {f"x_{split}": np.asarray(part.data), f"y_{split}": np.asarray(part.targets)}
+    return arrays
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def _cifar_class(classes: int, splits: Sequence[str]) -> type:
-    from torchvision.datasets import CIFAR10, CIFAR100  # slow to import
-
-    dataset = {10: CIFAR10, 100: CIFAR100}[classes]
-    # torchvision computes the checksums of all files on the lists, whichever it reads.
-    return dataset if "test" in splits else type(dataset.__name__, (dataset,), {"test_list": []})
 
 
 def _damaged_cifar(dataset: type, data_dir: Path) -> Path | None:

@@ -8,7 +8,6 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,10 @@ from PIL import Image, UnidentifiedImageError
 from mose_fast import _dali
 from mose_fast.streams.draws import StreamError
 
-__all__ = ["Decoding", "Watch", "centre_square", "decode_image", "decode_images"]
+__all__ = ["Decoding", "Source", "Watch", "centre_square", "decode_image", "decode_images"]
+
+#: An image file: its name for messages, and what reads its bytes.
+Source = tuple[str, Callable[[], bytes]]
 
 #: Called with the number of images decoded so far, and of all.
 Watch = Callable[[int, int], None]
@@ -32,12 +34,6 @@ _RESIZED_BATCH = 32
 # The kinds of files whose bits a channel Pillow tells; it shortens deeper pixels without a word.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 
-# JPEG's markers of a frame, which begins with the bits and the size.
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-
-# TIFF's tag of the bits a channel.
-_BITS_PER_SAMPLE = 258
-
 
 class _Differs(Exception):
     """DALI and Pillow decode a file differently."""
@@ -49,7 +45,6 @@ class Decoding:
 
     Attributes:
         decoder: ``pil``, ``dali``, or ``auto``: DALI if it is installed and there are many files.
-        watch: Called with the number of images decoded so far, and of all.
         resize: Side in pixels to which images are resized, see :func:`centre_square`; None: they
             stay.
     """
@@ -77,42 +72,26 @@ def decode_image(data: bytes, what: str) -> np.ndarray:
     with the file's name. Raises StreamError if the file is damaged, no image of a kind that is
     read, too large, or holds more than 8 bits a channel.
     """
-    with _reading(what), _opened(data, what) as image:
-        if image.mode == "P" and "transparency" in image.info:
-            # Pillow warns of the direct conversion to RGB, which gives the same colours.
-            image = image.convert("RGBA")
-        return np.array(image.convert("RGB"))
-
-
-def _opened(data: bytes, what: str) -> Image.Image:
-    """An image file of which the header has been read and found usable."""
-    image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    bits = 8
-    if image.format == "TIFF":
-        bits = max(image.tag_v2.get(_BITS_PER_SAMPLE, (1,)))
-    elif image.format == "PNG" and any(";16" in tile[3] for tile in image.tile):
-        bits = 16
-    if bits > 8 or image.mode.startswith(("I", "F")):
-        raise StreamError(
-            f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel: convert it"
-            " first"
-        )
-    return image
-
-
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Names the file in Pillow's errors and warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            yield
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            bits = _bits(image)
+            if bits > 8 or image.mode.startswith(("I", "F")):
+                raise StreamError(
+                    f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel:"
+                    " convert it first"
+                )
+            if image.mode == "P" and "transparency" in image.info:
+                # Pillow warns of the direct conversion to RGB, which gives the same colours.
+                image = image.convert("RGBA")
+            pixels = np.array(image.convert("RGB"))
         except StreamError:
             raise
         except Image.DecompressionBombError as error:
-            pixels, most = re.findall(r"\d+", str(error))[:2]
+            count, most = re.findall(r"\d+", str(error))[:2]
             raise StreamError(
-                f"{what} has {int(pixels):,} pixels; wanted at most {int(most):,}: make it smaller first"
+                f"{what} has {int(count):,} pixels; wanted at most {int(most):,}: make it smaller first"
             ) from error
         except UnidentifiedImageError as error:  # whose message names the bytes that it was given
             raise StreamError(
@@ -122,14 +101,19 @@ def _reading(what: str) -> Iterator[None]:
         except Exception as error:  # Pillow's decoders raise many unrelated types on damaged input
             raise StreamError(f"{what} is a damaged or truncated image ({error}); replace or remove it") from error
     for warning in caught:
-        warnings.warn(f"{what}: {warning.message}", warning.category, stacklevel=4)
+        warnings.warn(f"{what}: {warning.message}", warning.category, stacklevel=2)
+    return pixels
 
 
-def decode_images(
-    files: Sequence[tuple[str, Callable[[], bytes]]], decoding: Decoding, start: int = 0
-) -> Iterator[np.ndarray]:
-    """Decodes files, each a name for messages and a function that reads its bytes, in order, from
-    number ``start`` on: uint8 [H, W, 3] each.
+def _bits(image: Image.Image) -> int:
+    """Bits a channel of an image file of which the header has been read."""
+    if image.format == "TIFF":
+        return max(image.tag_v2.get(258, (1,)))  # BitsPerSample
+    return 16 if image.format == "PNG" and any(";16" in tile[3] for tile in image.tile) else 8
+
+
+def decode_images(files: Sequence[Source], decoding: Decoding, start: int = 0) -> Iterator[np.ndarray]:
+    """Decodes files in order, from number ``start`` on: uint8 [H, W, 3] each.
 
     DALI decodes JPEG files only, on the host, where it uses the same algorithm as Pillow: one image
     of every batch is decoded by both, and must be the same in every pixel. Resizing is Pillow's in
@@ -207,7 +191,8 @@ def _usual_jpeg(data: bytes) -> bool:
     place = 2 if data[:2] == b"\xff\xd8" else len(data)
     while place + 9 <= len(data):
         marker, length, bits, height, width = struct.unpack_from(">xBHBHH", data, place)
-        if marker in _FRAMES:
+        # JPEG's markers of a frame, which begins with the bits and the size.
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             return bits == 8 and height * width <= (Image.MAX_IMAGE_PIXELS or math.inf)
         place += 2 + length
     return False

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mose_fast.output import readable
-from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
-from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_once, stamp
+from mose_fast.streams.decoding import Decoding, Source, decode_images
 from mose_fast.streams.draws import StreamError
-from mose_fast.streams.npz import SPLITS
 
 __all__ = ["SUFFIXES", "read_file", "read_folder"]
 
@@ -25,7 +25,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 _NAMED = 5
 
 
-def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
+def read_folder(root: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
     """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``, only the parts
     ``splits``; the folders of others are not opened.
 
@@ -34,9 +34,9 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
     :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
     Returns the arrays of these parts, labels numbering the class folders of ``train`` in sorted
-    order, and the names of these folders as :func:`mose_fast.output.readable` text. Raises
-    StreamError if a folder is missing or empty, a file is damaged, or sizes differ or cannot be
-    used.
+    order, and ``class_names``, the names of these folders as :func:`mose_fast.output.readable`
+    text. Raises StreamError if a folder is missing or empty, a file is damaged, or sizes differ or
+    cannot be used.
     """
     for part in splits:
         if not (root / part).is_dir():
@@ -67,35 +67,29 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) 
             )
     files = [file for found in labelled.values() for file, _ in found]
     _warn_of_others(root, files, splits)
+    sources: list[Source] = [(str(file), partial(read_file, file)) for file in files]
+
+    def decode(unfinished: Path) -> dict[str, Any]:
+        images = decode_resumably(sources, decoding, decoding.resize, unfinished)
+        return {**arrays_of_parts(labelled, images), "class_names": class_names}
+
     if decoding.resize is None:
-        return _arrays(labelled, _images(files, decoding)), class_names
+        return {**arrays_of_parts(labelled, _images(sources, decoding)), "class_names": class_names}
     # Copies of versions that read more than 8 bits a channel are made again.
-    stamps = {"": "8 bits a channel"}
-    for file in files:
-        status = file.stat()
-        stamps[file.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
-
-    def decode(unfinished: Path) -> Decoded:
-        images = np.empty((len(files), decoding.resize, decoding.resize, 3), np.uint8)
-        resized = partial(decode_images, _sources(files), decoding)
-        return _arrays(labelled, decode_resumably(images, resized, unfinished)), class_names
-
+    stamps = {"": "8 bits a channel"} | {file.relative_to(root).as_posix(): stamp(file) for file in files}
     return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits)
 
 
-def _sources(files: Sequence[Path]) -> list[tuple[str, Callable[[], bytes]]]:
-    return [(str(file), partial(read_file, file)) for file in files]
-
-
-def _images(files: Sequence[Path], decoding: Decoding) -> np.ndarray:
+def _images(files: Sequence[Source], decoding: Decoding) -> np.ndarray:
     """Decodes files of one size, which nobody has said."""
     images: list[np.ndarray] = []
-    for file, image in zip(files, decode_images(_sources(files), decoding), strict=True):
+    for (file, _), image in zip(files, decode_images(files, decoding), strict=True):
         height, width = image.shape[:2]
         if images and image.shape != images[0].shape:
+            first = "x".join(map(str, images[0].shape[:2]))
             raise StreamError(
-                f"{files[0]} is {images[0].shape[0]}x{images[0].shape[1]} and {file} is {height}x{width}; wanted images"
-                " of one size: resize them with --resize N (stream.resize)"
+                f"{files[0][0]} is {first} and {file} is {height}x{width}; wanted images of one size: resize them with"
+                " --resize N (stream.resize)"
             )
         if height % 8 or width % 8:
             raise StreamError(
@@ -104,15 +98,6 @@ def _images(files: Sequence[Path], decoding: Decoding) -> np.ndarray:
             )
         images.append(image)
     return np.stack(images)
-
-
-def _arrays(labelled: dict[str, list[tuple[Path, int]]], images: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of the parts, whose images follow one another."""
-    arrays: dict[str, np.ndarray] = {}
-    for part, found in labelled.items():
-        arrays[f"x_{part}"], images = images[: len(found)], images[len(found) :]
-        arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
-    return arrays
 
 
 def _warn_of_others(root: Path, read: list[Path], splits: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "arrival_order", "long_tail"]
 
-# Purpose words of the draws, above that of the class order and below those of held-out images. To
-# these are added: the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
+# Purpose words of the draws, above that of the class order and below those of held-out images; to
+# them are added the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
 # (_MOVED), and 1 for the second draw (_CUTS).
 _ARRIVAL, _RANKS, _KEPT, _DISJOINT, _MOVED, _CUTS = (2**63 + 2**61 + n * 2**32 for n in range(6))
 
@@ -72,11 +72,9 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
     et al., CVPR 2019), in an order that is drawn (Liu et al., ECCV 2022: shuffled): the rows that
     are kept, ascending. Raises StreamError if a class would have no image.
 
-    Args:
-        y: Head index of each image, int64 [N].
-        labels: The label of each head index.
-        known: All labels of the data set, sorted. Those of later tasks count, so that the first
-            tasks of a stream are the same however many there are.
+    ``y`` int64 [N] are head indices, ``labels`` the label of each head index, ``known`` all labels
+    of the data set, sorted: those of later tasks count, so that the first tasks of a stream are the
+    same however many there are.
     """
     ranks = np.argsort(draw_order(len(known), kind.kind_seed, _RANKS))
     kept = []
@@ -96,12 +94,9 @@ def long_tail(y: np.ndarray, labels: np.ndarray, known: np.ndarray, kind: Kind) 
 
 def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.ndarray]:
     """How the images of a stream without task boundaries arrive: a function from the seed of a run
-    to the order, int64 [N], which holds every row once. Raises StreamError if the classes cannot be
-    split as the settings say.
-
-    Args:
-        y: Head index of each image, int64 [N]; every class occurs.
-        tasks: Number of parts that the classes are split into, equally and in class order.
+    to the order, int64 [N], which holds every row once. ``y`` int64 [N] are head indices of which
+    every one occurs; the classes are split into ``tasks`` parts, equally and in class order. Raises
+    StreamError if they cannot be split as the settings say.
     """
     classes = int(y.max()) + 1
     if kind.kind == "task_free":
@@ -113,7 +108,6 @@ def arrival_order(y: np.ndarray, tasks: int, kind: Kind) -> Callable[[int], np.n
 
 
 def _by_part(part: np.ndarray, seed: int) -> np.ndarray:
-    """Part by part, shuffled within each."""
     return np.lexsort((draw_words(len(part), seed, _ARRIVAL), part))
 
 
@@ -133,7 +127,7 @@ def _blurry(y: np.ndarray, classes: int, tasks: int, kind: Kind) -> np.ndarray:
         others = np.delete(np.arange(tasks), task)
         for head in task * each + draw_order(each, kind.kind_seed, _DISJOINT + task)[disjoint:]:
             rows = np.flatnonzero(y == head)
-            moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED + int(head))[: _rounded(kind.blur * len(rows))]]
+            moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED + int(head))[: int(kind.blur * len(rows) + 0.5)]]
             # What is left over when they are dealt evenly begins at another part for each class.
             part[moved] = others[(np.arange(len(moved)) + head) % len(others)]
     return part
@@ -149,7 +143,7 @@ def _si_blurry(y: np.ndarray, classes: int, tasks: int, kind: Kind) -> np.ndarra
     home[blurry] = np.arange(len(blurry)) * tasks // len(blurry)
     part = home[y]
     rows = np.flatnonzero(np.isin(y, blurry))
-    moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED)[: _rounded(kind.blur * len(rows))]]
+    moved = rows[draw_order(len(rows), kind.kind_seed, _MOVED)[: int(kind.blur * len(rows) + 0.5)]]
     part[moved] = np.repeat(np.arange(tasks), _cut(len(moved), tasks, kind.kind_seed, _CUTS + 1))
     return part
 
@@ -168,8 +162,3 @@ def _whole(share: float, count: int, what: str) -> int:
             f"disjoint is {share:g}, which is {number:g} of the {count} {what}; wanted a share of whole classes"
         )
     return round(number)
-
-
-def _rounded(number: float) -> int:
-    """To a whole number, a half upwards."""
-    return int(number + 0.5)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mose_fast.streams.draws import StreamError
 
-__all__ = ["ARRAYS", "SPLITS", "arrays_of", "read_npz"]
+__all__ = ["SPLITS", "arrays_of", "read_npz"]
 
 #: The parts of a data set.
 SPLITS = ("train", "test")
@@ -20,16 +20,11 @@ def arrays_of(splits: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{kind}_{split}" for split in splits for kind in "xy")
 
 
-#: The arrays that an ``.npz`` of a stream holds.
-ARRAYS = arrays_of(SPLITS)
-
-
 def read_npz(
-    path: Path, names: tuple[str, ...] = ARRAYS, *, remedy: str = "write it again with numpy.savez"
+    path: Path, names: tuple[str, ...], *, remedy: str = "write it again with numpy.savez"
 ) -> dict[str, np.ndarray]:
     """Reads the named arrays of an archive. Pickled contents are refused, never executed. Raises
-    StreamError, which ends in the ``remedy`` for a damaged file, if it is missing, damaged or lacks
-    an array.
+    StreamError if it is missing, damaged (the message ends in the ``remedy``) or lacks an array.
     """
     if not path.is_file():
         raise StreamError(f"{path} is no file; wanted an .npz with {', '.join(names)}")

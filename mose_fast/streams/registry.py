@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from mose_fast.streams.catalogue import names, summary
 from mose_fast.streams.decoding import Decoding, Watch
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.folder import read_folder
-from mose_fast.streams.kinds import Kind
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import Stream
 
@@ -26,64 +24,52 @@ __all__ = ["check_fingerprint", "create", "locate"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A registered stream: its default split, how its data is read, and where it is found."""
+    """A registered stream: its default split, how its data is read (:mod:`.datasets`), and where it
+    is found.
+    """
 
     tasks: int
     normalisation: str
     mirror_safe: bool
-    # The arrays of some parts of the data and, as far as known, source, labels and class_names.
     read: Callable[[Path, Decoding, Sequence[str]], dict[str, Any]]
     find: Callable[[Path], Path | None] | None  # None: part of an installed package
     obtain: str
 
 
-def _read_digits(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
-    return {**datasets.digits(splits), "labels": range(10), "source": "digits"}
-
-
-def _read_mnist(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
-    arrays, source = datasets.mnist(data_dir, splits)
-    return {**arrays, "labels": range(10), "source": str(source)}
-
-
-def _read_tiny_imagenet(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
-    arrays, wnids = tiny_imagenet.read(data_dir, decoding, splits)
-    return {**arrays, "labels": range(len(wnids)), "class_names": wnids, "source": str(tiny_imagenet.find(data_dir))}
-
-
 _DOWNLOAD = "it is downloaded on first use; without a network, place there "
 
 
-def _cifar(classes: int, tasks: int, names: Sequence[str]) -> _Entry:
-    def read(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
-        arrays, source = datasets.cifar(classes, data_dir, splits)
-        return {**arrays, "labels": range(classes), "class_names": names, "source": str(source)}
-
+def _cifar(classes: int, tasks: int) -> _Entry:
     obtain = f"{_DOWNLOAD}cifar-{classes}-python.tar.gz or cifar{classes}.npz"
-    return _Entry(tasks, "cifar10", True, read, partial(datasets.locate_cifar, classes), obtain)
+    read, find = partial(datasets.cifar, classes), partial(datasets.locate_cifar, classes)
+    return _Entry(tasks, "cifar10", True, read, find, obtain)
 
 
 _STREAMS: dict[str, _Entry] = {
-    "digits": _Entry(5, "digits", mirror_safe=False, read=_read_digits, find=None, obtain="comes with scikit-learn"),
+    "digits": _Entry(5, "digits", False, datasets.digits, None, "comes with scikit-learn"),
     "split-mnist": _Entry(
         tasks=5,
         normalisation="mnist",
         mirror_safe=False,
-        read=_read_mnist,
+        read=datasets.mnist,
         find=datasets.locate_mnist,
         obtain=f"{_DOWNLOAD}mnist.npz, or MNIST's four .gz files in the folder MNIST/raw",
     ),
-    "split-cifar10": _cifar(10, 5, datasets.CIFAR10_NAMES),
-    "split-cifar100": _cifar(100, 10, datasets.CIFAR100_NAMES),
+    "split-cifar10": _cifar(10, 5),
+    "split-cifar100": _cifar(100, 10),
     "split-tiny-imagenet": _Entry(
         tasks=100,
         normalisation="tiny-imagenet",
         mirror_safe=True,
-        read=_read_tiny_imagenet,
+        read=tiny_imagenet.read,
         find=tiny_imagenet.find,
         obtain=f"place there {tiny_imagenet.SOURCE}",
     ),
 }
+
+# Settings that are handed to :func:`from_arrays` as they are.
+_AS_THEY_ARE = ("batch", "class_order_seed", "limit_per_task", "first_tasks", "validation", "validation_seed")
+_AS_THEY_ARE += ("kind", "kind_seed", "disjoint", "blur", "imbalance", "drift")
 
 
 def locate(name: str, data_dir: str | Path | None) -> tuple[bool, str]:
@@ -119,7 +105,25 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
         StreamError: The name is unknown, the data is missing or damaged, has another fingerprint
             than the configuration, or cannot be split as asked.
     """
-    stream = _make(config, evaluate_on, watch)
+    splits = ("train",) if evaluate_on == "validation" else SPLITS
+    decoding = Decoding(config.decoder, watch, config.resize)
+    entry, path = _STREAMS.get(config.name), Path(config.name).expanduser()
+    if config.resize is not None and (entry or path.is_file()):
+        raise StreamError(
+            f"stream.resize is {config.resize}, but {config.name!r} is no image folder; wanted one, or no stream.resize"
+        )
+    if entry:
+        contents = entry.read(_data_dir(config.data_dir), decoding, splits)
+        contents |= {"name": config.name, "mirror_safe": entry.mirror_safe}
+    else:
+        contents = _own_data(config.name, path, decoding, splits)
+    stream = from_arrays(
+        **contents,
+        **{name: getattr(config, name) for name in _AS_THEY_ARE},
+        tasks=config.tasks or (entry and entry.tasks),
+        normalisation=config.normalisation or (entry and entry.normalisation),
+        evaluate_on=evaluate_on,
+    )
     check_fingerprint(config, stream)
     return stream
 
@@ -135,58 +139,25 @@ def check_fingerprint(config: StreamConfig, stream: Stream) -> None:
         )
 
 
-def _make(config: StreamConfig, evaluate_on: str, watch: Watch | None) -> Stream:
-    splits = ("train",) if evaluate_on == "validation" else SPLITS
-    decoding = Decoding(config.decoder, watch, config.resize)
-    path = Path(config.name).expanduser()
-    if config.resize is not None and (config.name in _STREAMS or path.is_file()):
-        raise StreamError(
-            f"stream.resize is {config.resize}, but {config.name!r} is no image folder; wanted one, or no stream.resize"
-        )
-    settings = {
-        "batch": config.batch,
-        "class_order_seed": config.class_order_seed,
-        "limit_per_task": config.limit_per_task,
-        "first_tasks": config.first_tasks,
-        "validation": config.validation,
-        "validation_seed": config.validation_seed,
-        "evaluate_on": evaluate_on,
-        **dataclasses.asdict(Kind.of(config)),
-    }
-    if config.name in _STREAMS:
-        entry = _STREAMS[config.name]
-        return from_arrays(
-            **entry.read(_data_dir(config.data_dir), decoding, splits),
-            **settings,
-            name=config.name,
-            mirror_safe=entry.mirror_safe,
-            tasks=entry.tasks if config.tasks is None else config.tasks,
-            normalisation=config.normalisation or entry.normalisation,
-        )
+def _own_data(given: str, path: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
     if path.suffix.lower() == ".npz":
         contents: dict[str, Any] = dict(read_npz(path, arrays_of(splits)))
     elif path.is_dir():
-        contents, class_names = read_folder(path, decoding, splits)
-        contents = {**contents, "class_names": class_names}
-    elif os.sep in config.name or path.exists():
+        contents = read_folder(path, decoding, splits)
+    elif os.sep in given or path.exists():
         raise StreamError(
-            f"stream {config.name!r} is neither a folder nor an .npz file; wanted a folder with train and"
-            " test, or an .npz file"
+            f"stream {given!r} is neither a folder nor an .npz file; wanted a folder with train and test, or an .npz"
+            " file"
         )
     else:
         raise StreamError(
-            f"stream {config.name!r} is unknown{near_matches(config.name, names())}; own data: a folder, or an .npz"
-            " file"
+            f"stream {given!r} is unknown{near_matches(given, names())}; own data: a folder, or an .npz file"
         )
-    return from_arrays(
-        **contents,
-        **settings,
-        source=str(path),
-        name=path.stem if path.is_file() else path.resolve().name,
-        tasks=config.tasks,
-        normalisation=config.normalisation,
-    )
+    return {**contents, "source": str(path), "name": path.stem if path.is_file() else path.resolve().name}
 
 
 def _data_dir(data_dir: str | Path | None) -> Path:
-    return datasets.default_data_dir() if data_dir is None else Path(data_dir).expanduser()
+    """The folder that is named, else ``mose_fast`` in the user's cache folder."""
+    if data_dir is not None:
+        return Path(data_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mose_fast"

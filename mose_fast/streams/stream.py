@@ -63,12 +63,9 @@ def fingerprint(arrays: Iterable[np.ndarray], names: Sequence[str]) -> str:
 
 
 class HeldOut(NamedTuple):
-    """Training images that are held out for validation: never trained on, never in the memory.
-
-    Attributes:
-        share: Share of each class's training images.
-        seed: The seed that they were drawn from.
-        rows: Which of the data set's training images they are, in data order: int64 [n].
+    """Training images that are held out for validation, never trained on, never in the memory: a
+    ``share`` of each class's, drawn from ``seed``; ``rows`` int64 [n], which of the data set's
+    training images they are, in data order.
     """
 
     share: float
@@ -80,32 +77,28 @@ class HeldOut(NamedTuple):
 class Stream:
     """A class-incremental image stream.
 
-    Labels are *head indices*: the position of the class in the class order, so index i is the i-th
-    class that the learner meets and a task's classes are neighbours.
+    Labels are *head indices*: positions in the class order, so index i is the i-th class that the
+    learner meets and a task's classes are neighbours.
 
     A run evaluates after each *part* of a stream. The parts of a stream with task boundaries are
     its tasks; those of a stream without are equally many batches each, and the learner does not
     notice where one ends.
 
     Attributes:
-        x_train: Training images, uint8 [N, H, W, 3].
-        y_train: Head index of each training image, int64 [N].
-        x_test: Images that the learner is evaluated on, uint8 [N', H, W, 3]: the test images, or
-            the held-out training images where :attr:`split` is ``validation``.
-        y_test: Head index of each of them, int64 [N'].
+        x_train, y_train: Training images, uint8 [N, H, W, 3], and the head index of each, int64.
+        x_test, y_test: The same of what the learner is evaluated on: the test images, or the
+            held-out training images where :attr:`split` is ``validation``.
         tasks: The head indices of each task's classes; a stream without task boundaries is one
             task.
         class_order: ``class_order[head index]`` is the label in the data set.
         class_names: Readable names, by head index.
         mirror_safe: Whether a mirrored image keeps its label (digits do not).
         batch: Incoming images a step.
-        fingerprint: 16 hex digits, see :func:`fingerprint`, of the data from which the stream was
-            made. Streams of the same data have the same one, whatever their tasks, class order and
-            limits. Empty: computed from the stream's own images.
+        fingerprint: See :func:`fingerprint`; of the data from which the stream was made, whatever
+            its tasks, class order and limits. Empty: computed from the stream's own images.
         arrival: For a stream recorded from batches, each task's batches as int64 indices into
             ``x_train``; None: each pass over a task is shuffled.
         split: What ``x_test`` holds: ``test`` or ``validation``.
-        held_out: The training images that are held out; None: none.
         kind: The settings by which :mod:`mose_fast.streams.kinds` made the stream; None: ``tasks``.
         order: For a stream without task boundaries: gives the order in which the training images
             arrive, int64 [N], for the seed of a run. None: there are boundaries.
@@ -184,20 +177,20 @@ class Stream:
 
     def train_rows(self, task: int) -> Tensor:
         """Indices into ``x_train`` of a task, in data order: int64 [n], or IndexError."""
-        return self._of_task("train", task)
+        return self._rows[0][self._existing(task)]
 
     def test_rows(self, task: int) -> Tensor:
         """Indices into ``x_test`` of a task, in data order: int64 [n], or IndexError."""
-        return self._of_task("test", task)
+        return self._rows[1][self._existing(task)]
 
     def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
         """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;
         the last of a task, and of a stream without task boundaries, may be smaller.
 
         Images of a task are shuffled by (seed, task, epoch) alone, so that any batch can be found
-        again after a restart. A stream recorded from batches keeps its own batches in every epoch,
-        and one without task boundaries comes once. Raises IndexError if there is no such part,
-        StreamError if the seed does not fit into 64 bits.
+        again after a restart. A stream recorded from batches keeps its own in every epoch, and one
+        without task boundaries comes once. IndexError: there is no such part; StreamError: the seed
+        does not fit into 64 bits.
         """
         if self.order is not None:
             first, last = self._ends(part)
@@ -262,34 +255,27 @@ class Stream:
 
     def describe(self) -> str:
         """A table for the user: image counts and the data set's labels of every task."""
-        train = torch.bincount(self.y_train, minlength=self.classes).tolist()
-        test = torch.bincount(self.y_test, minlength=self.classes).tolist()
-        wide = max(7, len(self.split))
-        shuffled = f"batches of {self.batch}" + (", shuffled within a task" if self.has_boundaries else "")
+        train, test = (torch.bincount(y, minlength=self.classes).tolist() for y in (self.y_train, self.y_test))
+        labels = [f"{label} ({train[h]}, {test[h]})" for h, label in enumerate(self.class_order)]
+        order = "batches as they arrived"
+        if self.arrival is None:
+            order = f"batches of {self.batch}" + (", shuffled within a task" if self.has_boundaries else "")
         lines = [
             self.summary,
             f"normalisation {self.normalisation.name}, mirroring {'keeps' if self.mirror_safe else 'changes'} labels, "
-            + (shuffled if self.arrival is None else "batches as they arrived"),
+            + order,
         ]
         if not self.has_boundaries:
-            parts = [
-                f"{part:>4} {self.count_images(part):>7} {self.count_batches(part):>7}" for part in range(self.parts)
-            ]
-            labels = [f"{label} ({train[h]}, {test[h]})" for h, label in enumerate(self.class_order)]
-            return "\n".join(
-                [
-                    *lines,
-                    f"{'part':>4} {'train':>7} {'steps':>7}",
-                    *parts,
-                    f"label (train, {self.split}): {', '.join(labels)}",
-                ]
-            )
+            lines.append(f"{'part':>4} {'train':>7} {'steps':>7}")
+            for part in range(self.parts):
+                lines.append(f"{part:>4} {self.count_images(part):>7} {self.count_batches(part):>7}")
+            return "\n".join([*lines, f"label (train, {self.split}): {', '.join(labels)}"])
+        wide = max(7, len(self.split))
         lines.append(f"{'task':>4} {'train':>7} {self.split:>{wide}} {'steps':>7}  label (train, {self.split})")
         for t, heads in enumerate(self.tasks):
-            images = sum(train[h] for h in heads)
-            labels = ", ".join(f"{self.class_order[h]} ({train[h]}, {test[h]})" for h in heads)
-            tested = sum(test[h] for h in heads)
-            lines.append(f"{t:>4} {images:>7} {tested:>{wide}} {self.count_batches(t):>7}  {labels}")
+            trained, tested = (sum(counts[h] for h in heads) for counts in (train, test))
+            told = ", ".join(labels[h] for h in heads)
+            lines.append(f"{t:>4} {trained:>7} {tested:>{wide}} {self.count_batches(t):>7}  {told}")
         return "\n".join(lines)
 
     def _ends(self, part: int) -> tuple[int, int]:
@@ -300,12 +286,11 @@ class Stream:
         return part * batches // self.points, (part + 1) * batches // self.points
 
     @cached_property
-    def _rows(self) -> dict[str, list[Tensor]]:
+    def _rows(self) -> list[list[Tensor]]:
         heads = [torch.tensor(classes) for classes in self.tasks]
-        labels = {"train": self.y_train, "test": self.y_test}
-        return {split: [torch.isin(y, own).nonzero().flatten() for own in heads] for split, y in labels.items()}
+        return [[torch.isin(y, own).nonzero().flatten() for own in heads] for y in (self.y_train, self.y_test)]
 
-    def _of_task(self, split: str, task: int) -> Tensor:
+    def _existing(self, task: int) -> int:
         if not 0 <= task < len(self.tasks):
             raise IndexError(f"task is {task}; {self.name} has tasks 0 to {len(self.tasks) - 1}")
-        return self._rows[split][task]
+        return task

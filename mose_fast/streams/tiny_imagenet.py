@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zipfile
@@ -10,16 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from mose_fast.streams.cache import Decoded, decode_resumably, decoded_once
-from mose_fast.streams.decoding import Decoding, decode_images
+from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_once, stamp
+from mose_fast.streams.decoding import Decoding
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.folder import read_file
-from mose_fast.streams.npz import SPLITS
 
-__all__ = ["FOLDER", "ZIP", "find", "read"]
+__all__ = ["CACHE", "FOLDER", "SOURCE", "ZIP", "find", "read"]
 
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"
@@ -53,18 +52,15 @@ def find(data_dir: Path) -> Path | None:
     return data_dir / ZIP if (data_dir / ZIP).is_file() else None
 
 
-def read(data_dir: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> Decoded:
+def read(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
     """Reads the training images and, as test data, the validation images (the official test set has
-    no labels); of parts other than ``splits``, no image is opened.
+    no labels); see :mod:`mose_fast.streams.datasets` for arguments and result. Training images come
+    by class, validation images in the order of ``val_annotations.txt``.
 
     Labels number the WordNet ids in sorted order. The order in ``wnids.txt`` has no meaning, and
     readers of class folders sort, too: so label i is the same class for all of them. The data may
     hold a subset of the classes. The decoded arrays are kept beside the data, see
     :func:`mose_fast.streams.cache.decoded_once`.
-
-    Returns the arrays of these parts (images uint8 [N, 64, 64, 3]; training images by class,
-    validation images in the order of ``val_annotations.txt``) and the WordNet ids by label. Raises
-    StreamError if files are missing or damaged.
     """
     root = find(data_dir)
     if root is None:
@@ -72,16 +68,16 @@ def read(data_dir: Path, decoding: Decoding, splits: Sequence[str] = SPLITS) -> 
             f"Tiny-ImageNet is not in {data_dir}: neither {FOLDER}/wnids.txt nor {ZIP} is there; get {SOURCE} and place"
             f" it in {data_dir}"
         )
-    if root.is_dir():
-        files = _folder_files(root)
-        return decoded_once(root / CACHE, files.stamps, partial(_decode, files, decoding, splits), splits)
-    try:
-        with zipfile.ZipFile(root) as archive:
-            files = _zip_files(root, archive)
-            decode = partial(_decode, files, decoding, splits)
-            return decoded_once(root.with_name(CACHE), files.stamps, decode, splits)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            if root.is_dir():
+                files, cache = _folder_files(root), root / CACHE
+            else:
+                files, cache = _zip_files(root, stack.enter_context(zipfile.ZipFile(root))), root.with_name(CACHE)
+            found = decoded_once(cache, files.stamps, partial(_decode, files, decoding, splits), splits)
+        except (zipfile.BadZipFile, EOFError) as error:
+            raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
+    return {**found, "labels": range(len(found["class_names"])), "source": str(root)}
 
 
 def _folder_files(root: Path) -> _Files:
@@ -89,10 +85,8 @@ def _folder_files(root: Path) -> _Files:
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)
-            if re.fullmatch(rf"\.?{FOLDER}\.decoded(\.train)?\.npz.*", path.name):
-                continue
-            status = path.stat()
-            stamps[path.relative_to(root).as_posix()] = f"{status.st_size} {status.st_mtime_ns}"
+            if not re.fullmatch(rf"\.?{FOLDER}\.decoded(\.train)?\.npz.*", name):
+                stamps[path.relative_to(root).as_posix()] = stamp(path)
     return _Files(root, stamps, lambda path: read_file(root / path))
 
 
@@ -109,7 +103,7 @@ def _zip_files(root: Path, archive: zipfile.ZipFile) -> _Files:
     return _Files(root, {path: f"{i.file_size} {i.CRC}" for path, i in infos.items()}, read_member)
 
 
-def _decode(files: _Files, decoding: Decoding, splits: Sequence[str], unfinished: Path) -> Decoded:
+def _decode(files: _Files, decoding: Decoding, splits: Sequence[str], unfinished: Path) -> dict[str, Any]:
     wnids = sorted(files.text("wnids.txt").split())
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
     train: dict[str, list[tuple[int, str]]] = {wnid: [] for wnid in wnids}
@@ -122,12 +116,18 @@ def _decode(files: _Files, decoding: Decoding, splits: Sequence[str], unfinished
             raise StreamError(
                 f"{files.root / 'train' / wnid / 'images'} holds no images, but wnids.txt names {wnid}; get {SOURCE}"
             )
-    train_paths = [path for wnid in wnids for _, path in sorted(train[wnid])]
-    y_train = [label_of[wnid] for wnid in wnids for _ in train[wnid]]
+    labelled = {"train": [(path, label_of[wnid]) for wnid in wnids for _, path in sorted(train[wnid])]}
+    if "test" in splits:
+        labelled["test"] = list(_validation_images(files, label_of))
+    paths = [path for found in labelled.values() for path, _ in found]
+    sources = [(str(files.root / path), partial(files.read, path)) for path in paths]
+    images = decode_resumably(sources, decoding, 64, unfinished)
+    return {**arrays_of_parts(labelled, images), "class_names": wnids}
 
-    val_paths, y_test = [], []
+
+def _validation_images(files: _Files, label_of: dict[str, int]) -> Iterator[tuple[str, int]]:
     annotations = "val/val_annotations.txt"
-    for number, line in enumerate(files.text(annotations).splitlines() if "test" in splits else [], 1):
+    for number, line in enumerate(files.text(annotations).splitlines(), 1):
         columns = line.split()
         if len(columns) < 2 or columns[1] not in label_of:
             raise StreamError(
@@ -137,24 +137,4 @@ def _decode(files: _Files, decoding: Decoding, splits: Sequence[str], unfinished
         path = f"val/images/{columns[0]}"
         if path not in files.stamps:
             raise StreamError(f"{files.root / path} is missing, but val_annotations.txt names it; get {SOURCE}")
-        val_paths.append(path)
-        y_test.append(label_of[columns[1]])
-    images = _images(files, train_paths + val_paths, decoding, unfinished)
-    arrays = {"x_train": images[: len(train_paths)], "y_train": np.array(y_train, np.int64)}
-    if "test" in splits:
-        arrays |= {"x_test": images[len(train_paths) :], "y_test": np.array(y_test, np.int64)}
-    return arrays, wnids
-
-
-def _images(files: _Files, paths: list[str], decoding: Decoding, unfinished: Path) -> np.ndarray:
-    sources = [(str(files.root / path), partial(files.read, path)) for path in paths]
-
-    def decode(start: int) -> Iterator[np.ndarray]:
-        for path, image in zip(paths[start:], decode_images(sources, decoding, start), strict=True):
-            if image.shape != (64, 64, 3):
-                raise StreamError(
-                    f"{files.root / path} is {image.shape[0]}x{image.shape[1]}; wanted 64x64 as in the official data"
-                )
-            yield image
-
-    return decode_resumably(np.empty((len(paths), 64, 64, 3), np.uint8), decode, unfinished)
+        yield path, label_of[columns[1]]

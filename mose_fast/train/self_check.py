@@ -90,7 +90,7 @@ def train(
         change = weights() - before
     obstacle = ""
     if captured and (steps is None or steps.obstacle or not steps.graphs):
-        obstacle = "there was no graph" if steps is None or not steps.obstacle else steps.obstacle
+        obstacle = getattr(steps, "obstacle", "") or "there was no graph"
     return Trained(torch.stack(losses).cpu(), change.cpu(), obstacle)
 
 
@@ -183,7 +183,10 @@ def main() -> int:
         except Exception as error:
             rows.append(Row(name, "all", None, None, f"{type(error).__name__}: {_first_line(error)}"))
             tell(row=rows[-1]._asdict())
-            usable = _is_usable(device)
+            try:
+                _use(device)
+            except RuntimeError:
+                usable = False
         _loader.switch_off(switched_off(rows))
         tell(end=name)
         if not usable:
@@ -196,14 +199,6 @@ def _use(device: torch.device) -> None:
     """Raises if the GPU is out of order, or an earlier launch has failed."""
     if not math.isclose(float(torch.ones(8, device=device).sum()), 8):
         raise RuntimeError("the sum of eight ones is not 8")
-
-
-def _is_usable(device: torch.device) -> bool:
-    try:
-        _use(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _first_line(error: Exception) -> str:

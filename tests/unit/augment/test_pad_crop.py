@@ -73,11 +73,6 @@ def test_permutations_are_uniform():
     assert len(np.unique(drawn, axis=0)) == 24
 
 
-def test_words_of_two_purposes_differ():
-    one, other = (torch.stack(random_words(3, 4, 50, purpose)) for purpose in (Purpose.SHIFT, Purpose.REVIEW))
-    assert not (one == other).any()
-
-
 def test_brightness_is_that_of_pillow():
     """One factor for each image, between 1 - 0.3 and 1 + 0.3, after the crop that it has without
     it; rounded as torchvision's ColorJitter does on Pillow's images.

@@ -39,11 +39,6 @@ def test_without_task_boundaries_there_is_one_column():
             getattr(evaluate, name)(column)
 
 
-def test_the_two_forgettings_of_the_issue():
-    assert evaluate.forgetting_paper(HAND) == pytest.approx(0.45)
-    assert evaluate.forgetting_released(HAND) == pytest.approx(0.30)
-
-
 def test_forgettings_part_where_a_task_improves_at_the_end():
     improving = [[0.5, 0.0, 0.0], [0.7, 0.4, 0.0], [0.8, 0.3, 0.6]]
     # Task 0 gains 0.1 on its best earlier accuracy: negative for the paper, 0 for the released

@@ -131,11 +131,11 @@ def test_equals_a_loop_over_single_images(stream, seen, classifier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evaluation_batch", [1, 13, 65, 1000])
-def test_batch_size_does_not_matter(stream, evaluation_batch):
-    """66 test images: 13 leaves a last batch of one image, and so does 65."""
+def test_batch_size_does_not_matter(stream):
+    """66 test images: 13 leaves a last batch of one image."""
     expected = evaluate_learner(trained(stream), stream, TASKS - 1)
-    assert evaluate_learner(trained(stream, evaluation_batch=evaluation_batch), stream, TASKS - 1) == expected
+    for evaluation_batch in (13, 1000):
+        assert evaluate_learner(trained(stream, evaluation_batch=evaluation_batch), stream, TASKS - 1) == expected
 
 
 def test_earlier_tasks_alone(stream):

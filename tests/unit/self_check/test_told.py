@@ -67,11 +67,7 @@ def a_run(out, **how):
     labels = np.arange(60) % 4
     images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3), dtype=np.uint8)
     stream = from_arrays(images, labels, images[:8], labels[:8], tasks=2)
-    return stream, run(stream=stream, out=out, width=1, memory=64, device="cpu", **how)
-
-
-def test_off_names_what_failed():
-    assert FAILED.off == OFF and PASSED.off == {}
+    return stream, run(stream=stream, out=out, method="er", width=1, memory=64, device="cpu", **how)
 
 
 @pytest.mark.parametrize(

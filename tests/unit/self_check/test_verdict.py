@@ -18,7 +18,7 @@ from mose_fast import _loader
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.processes import python
 from mose_fast.self_check import verdict as module
-from mose_fast.self_check.rows import OPS, Row
+from mose_fast.self_check.rows import OPS
 from mose_fast.self_check.verdict import SWITCH, check, settle, stored
 
 CPU = torch.device("cpu")
@@ -264,8 +264,3 @@ def test_an_interruption_ends_the_process(process, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         settle(CPU)
     assert time.monotonic() - began < 30 and made[0].returncode is not None and stored(CPU) is None
-
-
-def test_a_row_says_what_was_wanted():
-    assert str(Row("null", "some", 2.0, 1.5, "y")) == "y is off by 2; wanted at most 1.5"
-    assert str(Row("null", "some", None, None, "it died")) == "it died"
