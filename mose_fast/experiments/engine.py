@@ -56,9 +56,8 @@ class LocalEngine:
         logs: Folder for what workers print outside of runs; None: it is not kept.
         lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
             lock as long as they live; None: no lock.
-
-    Raises:
-        ConfigError: There is no such server, or it does not start.
+        mps: Whether they compute by a server of CUDA's Multi-Process Service; ConfigError if none
+            starts.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class LocalEngine:
         mps: bool = False,
     ) -> None:
         self.gpus, self.threads, self.lock = list(gpus), threads, lock
-        self._temporary = tempfile.TemporaryDirectory() if logs is None else None
-        self.log = (Path(self._temporary.name) if logs is None else logs) / "workers.log"
+        self.mps = MpsServer() if mps else None
+        # Closed with the engine.
+        self.log = tempfile.TemporaryFile() if logs is None else (logs / "workers.log").open("ab+")  # noqa: SIM115
         self.workers: list[_Worker | None] = [None] * len(self.gpus)
         self.selector = selectors.DefaultSelector()
-        self.mps = MpsServer() if mps else None
 
     def free(self) -> int:
         return sum(worker is None or worker.cell is None for worker in self.workers)
@@ -121,21 +120,19 @@ class LocalEngine:
         self.selector.close()
         if self.mps is not None:
             self.mps.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self.log.close()
 
     def _launch(self, gpu: str | None) -> _Worker:
-        with open(self.log, "ab") as log:
-            began_at = log.tell()
-            process = subprocess.Popen(
-                python("mose_fast.experiments.worker", "--threads", str(self.threads)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._environment(gpu),
-                pass_fds=() if self.lock is None else (self.lock,),
-                start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
-            )
+        began_at = os.fstat(self.log.fileno()).st_size
+        process = subprocess.Popen(
+            python("mose_fast.experiments.worker", "--threads", str(self.threads)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            env=self._environment(gpu),
+            pass_fds=() if self.lock is None else (self.lock,),
+            start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
+        )
         worker = _Worker(process, Reader(process.stdout.fileno()), began_at)
         self.selector.register(process.stdout, selectors.EVENT_READ, worker)
         return worker
@@ -164,6 +161,8 @@ class LocalEngine:
             return []
         if worker.ready:
             return [died(worker.cell, signal)]
-        said = self.log.read_bytes()[worker.began_at :].decode(errors="replace").splitlines()
+        # By its place, since the workers write at the file's position.
+        text = os.pread(self.log.fileno(), 2**20, worker.began_at)
+        said = text.decode(errors="replace").splitlines()
         reason = f"said: {said[-1]}" if said and signal is None else how_it_died(signal)
         return [{"event": "failed", "cell": worker.cell, "error": f"a worker process {reason}, when it started"}]

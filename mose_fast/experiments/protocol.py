@@ -51,11 +51,7 @@ def how_it_died(signal: int | None) -> str:
 
 
 def send(pipe: int, message: Command | Event) -> None:
-    """Writes a message to a pipe.
-
-    Raises:
-        BrokenPipeError: Nobody reads from it any more.
-    """
+    """Writes a message to a pipe; BrokenPipeError if nobody reads from it any more."""
     data = (json.dumps(message) + "\n").encode()
     while data:
         data = data[os.write(pipe, data) :]

@@ -25,11 +25,9 @@ from mose_fast.threads import usable_cores
 
 __all__ = ["RayEngine"]
 
-# Seconds until an address counts as unreachable.
-_PATIENCE = 5.0
-
-# Seconds that a run has to write its checkpoint when its task is ended.
-_GRACE = 20.0
+# Seconds until an address counts as unreachable, and for a run to write its checkpoint when its
+# task is ended.
+_PATIENCE, _GRACE = 5.0, 20.0
 
 
 class RayEngine:

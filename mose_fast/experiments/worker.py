@@ -19,15 +19,16 @@ import dataclasses
 import os
 import select
 import signal
+import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mose_fast.errors import MoseFastError
 from mose_fast.evaluate import TaskAccuracy
 from mose_fast.experiments.protocol import ENDS, Command, Event, Reader, died, send
 from mose_fast.experiments.step_cost import measure
@@ -36,9 +37,9 @@ from mose_fast.output import guarded_output
 from mose_fast.runs.files import RunFolder
 from mose_fast.runs.progress import Progress
 from mose_fast.runs.weights_and_biases import WeightsAndBiases
-from mose_fast.settings.run import ConfigError, RunConfig
-from mose_fast.streams import Stream, StreamError
-from mose_fast.train import Interrupted, Listener, RunError, resume, run
+from mose_fast.settings.run import RunConfig
+from mose_fast.streams import Stream
+from mose_fast.train import Interrupted, Listener, resume, run
 
 # Takes events without their cell.
 Emit = Callable[[Event], None]
@@ -70,33 +71,41 @@ class _Report(Listener):
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
         if accuracy is not None:
             classifier, expert = self.main
-            row = accuracy.test[classifier][expert]
+            mean = statistics.mean(accuracy.test[classifier][expert])
             seen = min(task, self.tasks - 1)
-            accuracy = sum(row) / len(row)
-            self.emit({"event": "task", "task": seen, "tasks": self.tasks, "what": self.what, "accuracy": accuracy})
+            self.emit({"event": "task", "task": seen, "tasks": self.tasks, "what": self.what, "accuracy": mean})
 
 
 def run_cell(command: Command, emit: Emit) -> None:
-    """Begins or continues a run, and reports how it ended. Raises nothing."""
-    folder = RunFolder(command["out"])
-    listeners: list[Listener] = [Progress(Path(command["out"])), _Report(emit)]
+    """Begins or continues a run, or measures one, and reports how it ended. Raises nothing."""
     try:
-        config = RunConfig.load(command["config"])
-        if command["wandb"] is not None:
-            listeners.append(WeightsAndBiases(command["wandb"], folder.path))
-        if folder.config.is_file() and not command["afresh"]:
-            resume(folder.path, listeners=listeners)
+        if command["do"] == "measure":
+            config = RunConfig.from_dict(command["config"])
+            resolve_device(config.device)
+            emit({"event": "measured", "cost": dataclasses.asdict(measure(config))})
         else:
-            run(config, out=folder.path, overwrite=True, listeners=listeners)
+            _run(command, emit)
         emit({"event": "done"})
     except KeyboardInterrupt:
         emit({"event": "stopped"})
-    except (ConfigError, StreamError, RunError) as error:
+    except MoseFastError as error:
         print(f"mose-fast: {error}", file=sys.stderr)
         emit({"event": "failed", "error": str(error)})
     except BaseException as error:
         traceback.print_exc()
         emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+
+
+def _run(command: Command, emit: Emit) -> None:
+    folder = RunFolder(command["out"])
+    config = RunConfig.load(command["config"])
+    listeners: list[Listener] = [Progress(folder.path), _Report(emit)]
+    if command["wandb"] is not None:
+        listeners.append(WeightsAndBiases(command["wandb"], folder.path))
+    if folder.config.is_file() and not command["afresh"]:
+        resume(folder.path, listeners=listeners)
+    else:
+        run(config, out=folder.path, overwrite=True, listeners=listeners)
 
 
 class _Worker:
@@ -127,7 +136,7 @@ class _Worker:
                 else:
                     self.start(command)
         if self.busy():
-            self._signal(signal.SIGKILL)
+            os.kill(self.child, signal.SIGKILL)
 
     def busy(self) -> bool:
         return self.child is not None
@@ -139,6 +148,7 @@ class _Worker:
         pipe, end = os.pipe()
         self.events = Reader(pipe)
         sys.stdout.flush()
+        parent = os.getpid()
         self.child = os.fork()
         if self.child:
             os.close(end)
@@ -146,7 +156,7 @@ class _Worker:
         # In the child: nothing here may return into the loop below.
         try:
             os.close(pipe)
-            _die_with(os.getppid())
+            _die_with(parent)
             self._be_child(command, end)
         except BaseException:
             traceback.print_exc()
@@ -176,8 +186,6 @@ class _Worker:
 
         if torch.cuda._is_in_bad_fork():
             emit({"event": "failed", "error": "its worker had used CUDA before it forked, after which no run can"})
-        elif command["do"] == "measure":
-            _measure(command, emit)
         else:
             run_cell(command, emit)
 
@@ -196,22 +204,7 @@ class _Worker:
 
     def stop(self, cell: str | None = None) -> None:
         if self.busy() and cell in (None, self.cell):
-            self._signal(signal.SIGTERM)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.child, number)
-
-
-def _measure(command: Command, emit: Emit) -> None:
-    try:
-        config = RunConfig.from_dict(command["config"])
-        resolve_device(config.device)
-        emit({"event": "measured", "cost": dataclasses.asdict(measure(config))})
-        emit({"event": "done"})
-    except BaseException as error:
-        traceback.print_exc()
-        emit({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+            os.kill(self.child, signal.SIGTERM)
 
 
 def _interrupt(number: int, frame: Any) -> None:

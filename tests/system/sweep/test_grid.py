@@ -2,12 +2,12 @@
 
 import pytest
 
-from mose_fast.experiments.grid import Grid, axes_of, read_axes, read_file, read_seeds
+from mose_fast.experiments.grid import axes_of, grid_cells, read_axes, read_file, read_seeds
 from mose_fast.settings.run import ConfigError, RunConfig
 
 
 def cells(axes, changes=None, base=None):
-    return Grid(axes, changes or {}, base).cells()
+    return grid_cells(axes, changes or {}, base)
 
 
 def test_product_with_the_seed_slowest_and_last_in_the_name():

@@ -11,7 +11,6 @@ from contextlib import closing
 
 import pytest
 
-from mose_fast.runs import store
 from mose_fast.runs.store import COLUMNS, STORE, RunDamaged, Store, collect, read_run, read_store, setting_id
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import RunError
@@ -63,8 +62,8 @@ def test_added_and_collected_tables_are_the_same(tmp_path, pretend, config):
     for seed in (0, 1):
         folder = tmp_path / f"seed-{seed}"
         pretend(folder, dataclasses.replace(config, seed=seed))
-        added.add(folder)
-        added.add(folder)
+        added.add(read_run(folder)[0])
+        added.add(read_run(folder)[0])
     before = read_store(tmp_path)
     assert before["folder"].tolist() == ["seed-0", "seed-1"]
     assert before["seed"].tolist() == [0, 1]
@@ -77,29 +76,21 @@ def test_added_and_collected_tables_are_the_same(tmp_path, pretend, config):
 def test_rows_are_only_added_and_the_newest_counts(tmp_path, pretend, config):
     table = Store(tmp_path)
     pretend(tmp_path / "run", config)
-    table.add(tmp_path / "run")
+    table.add(read_run(tmp_path / "run")[0])
     pretend(tmp_path / "run", dataclasses.replace(config, seed=5))
-    table.add(tmp_path / "run")
+    table.add(read_run(tmp_path / "run")[0])
     with closing(sqlite3.connect(tmp_path / STORE)) as database:
         assert database.execute("SELECT seed FROM runs ORDER BY rowid").fetchall() == [(0,), (5,)]
     assert read_store(tmp_path)["seed"].tolist() == [5]
 
 
-def test_a_crash_leaves_no_half_row(tmp_path, pretend, config, monkeypatch):
+def test_a_crash_leaves_no_half_row(tmp_path, pretend, config):
     pretend(tmp_path / "run", config)
-    table = Store(tmp_path)
-    insert = store._insert
-
-    def insert_and_crash(database, row):
-        insert(database, row)
-        raise MemoryError
-
-    monkeypatch.setattr(store, "_insert", insert_and_crash)
-    with pytest.raises(MemoryError):
-        table.add(tmp_path / "run")
+    table, (row, _) = Store(tmp_path), read_run(tmp_path / "run")
+    with pytest.raises(RunError, match="cannot write the table of runs"):
+        table.add(row, {"folder": "half", "results_sha256": ""})
     assert len(read_store(tmp_path)) == 0
-    monkeypatch.undo()
-    table.add(tmp_path / "run")
+    table.add(row)
     assert len(read_store(tmp_path)) == 1
 
 

@@ -25,7 +25,7 @@ from mose_fast._build_info import build_info
 from mose_fast.experiments import engine as engine_module
 from mose_fast.experiments.engine import LocalEngine
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.grid import grid_cells
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.protocol import ENDS
 from mose_fast.experiments.ray_engine import RayEngine
@@ -141,7 +141,7 @@ def resumed(out):
 
 
 def commands(folder):
-    cells = Grid({"seed": SEEDS}, CHANGES).cells()
+    cells = grid_cells({"seed": SEEDS}, CHANGES)
     folder.create()
     for cell in cells:
         folder.config(cell.name).write_text(cell.config.to_json())
@@ -170,6 +170,7 @@ def until_ended(engine, number):
 @pytest.mark.slow
 def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
     folder = SweepFolder(tmp_path / "s")
+    folder.create()
     engine = LocalEngine([None, None], threads=1, logs=folder.logs)
     try:
         for command in commands(folder):
@@ -189,6 +190,7 @@ def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
 def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
     """As a cluster ends a job: every process gets the signal, or one of them."""
     folder = SweepFolder(tmp_path / "s")
+    folder.create()
     engine = LocalEngine([None], threads=1, logs=folder.logs)
     try:
         engine.start(next(commands(folder)))
@@ -317,7 +319,7 @@ def test_ray_gives_the_same_runs(tmp_path, alone):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
     cores = len(os.sched_getaffinity(0))
     outcome = run_grid(
-        Grid({"seed": SEEDS}, CHANGES),
+        grid_cells({"seed": SEEDS}, CHANGES),
         tmp_path / "s",
         Place(workers=cores, engine="ray", address="local"),
         say=lambda line: None,
@@ -392,7 +394,7 @@ def test_unreachable_ray(tmp_path):
         start = time.monotonic()
         with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
             run_grid(
-                Grid({"seed": SEEDS}, CHANGES),
+                grid_cells({"seed": SEEDS}, CHANGES),
                 tmp_path / "s",
                 Place(engine="ray", address=address),
                 say=lambda line: None,
