@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
 from mose_fast.experiments.mps import MpsServer
-from mose_fast.experiments.protocol import ENDS, Command, Event, Reader, died, how_it_died, send
+from mose_fast.experiments.protocol import ENDS, Command, Event, died, how_it_died
 from mose_fast.processes import python
 
 __all__ = ["Engine", "LocalEngine"]
@@ -41,7 +42,7 @@ class Engine(Protocol):
 @dataclass
 class _Worker:
     process: subprocess.Popen
-    events: Reader
+    pipe: Connection
     began_at: int  # where its part of the log begins
     cell: str | None = None
     ready: bool = False
@@ -74,7 +75,6 @@ class LocalEngine:
         # Closed with the engine.
         self.log = tempfile.TemporaryFile() if logs is None else (logs / "workers.log").open("ab+")  # noqa: SIM115
         self.workers: list[_Worker | None] = [None] * len(self.gpus)
-        self.selector = selectors.DefaultSelector()
 
     def free(self) -> int:
         return sum(worker is None or worker.cell is None for worker in self.workers)
@@ -87,17 +87,20 @@ class LocalEngine:
 
     def events(self, timeout: float) -> list[Event]:
         found: list[Event] = []
-        for key, _ in self.selector.select(timeout) if self.selector.get_map() else []:
-            worker: _Worker = key.data
-            for event in worker.events.read():
-                if event["event"] == "ready":
-                    worker.ready = True
-                    continue
-                if event["event"] in ENDS:
-                    worker.cell = None
-                found.append(event)
-            if worker.events.closed:
+        workers = {worker.pipe: worker for worker in filter(None, self.workers)}
+        for pipe in wait(workers, timeout):
+            worker = workers[pipe]
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):
                 found += self._on_death(worker)
+                continue
+            if event["event"] == "ready":
+                worker.ready = True
+                continue
+            if event["event"] in ENDS:
+                worker.cell = None
+            found.append(event)
         return found
 
     def stop(self, cell: str | None = None) -> None:
@@ -107,35 +110,32 @@ class LocalEngine:
 
     def close(self) -> None:
         for worker in filter(None, self.workers):
-            self.selector.unregister(worker.process.stdout)
-            worker.process.stdin.close()  # then the worker kills its child and ends
+            worker.pipe.close()  # then the worker kills its child and ends
         for worker in filter(None, self.workers):
             try:
                 worker.process.wait(10)
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-            worker.process.stdout.close()
         self.workers = [None] * len(self.gpus)
-        self.selector.close()
         if self.mps is not None:
             self.mps.close()
         self.log.close()
 
     def _launch(self, gpu: str | None) -> _Worker:
         began_at = os.fstat(self.log.fileno()).st_size
-        process = subprocess.Popen(
-            python("mose_fast.experiments.worker", "--threads", str(self.threads)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            env=self._environment(gpu),
-            pass_fds=() if self.lock is None else (self.lock,),
-            start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
-        )
-        worker = _Worker(process, Reader(process.stdout.fileno()), began_at)
-        self.selector.register(process.stdout, selectors.EVENT_READ, worker)
-        return worker
+        pipe, its_end = Pipe()
+        with its_end:
+            process = subprocess.Popen(
+                python("mose_fast.experiments.worker", "--threads", str(self.threads)),
+                stdin=its_end,
+                stdout=self.log,
+                stderr=self.log,
+                env=self._environment(gpu),
+                pass_fds=() if self.lock is None else (self.lock,),
+                start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
+            )
+        return _Worker(process, pipe, began_at)
 
     def _environment(self, gpu: str | None) -> dict[str, str]:
         """A worker's environment: its threads are known before torch is imported."""
@@ -147,13 +147,12 @@ class LocalEngine:
         return {**os.environ, **environment, **({} if self.mps is None else self.mps.environment)}
 
     def _send(self, worker: _Worker, command: Command) -> None:
-        with suppress(BrokenPipeError):  # it has died, which events() will report
-            send(worker.process.stdin.fileno(), command)
+        with suppress(OSError):  # it has died, which events() will report
+            worker.pipe.send(command)
 
     def _on_death(self, worker: _Worker) -> list[Event]:
         """A worker has ended by itself, and its run with it. The next command starts another."""
-        self.selector.unregister(worker.process.stdout)
-        worker.process.stdout.close()
+        worker.pipe.close()
         status = worker.process.wait()
         self.workers[self.workers.index(worker)] = None
         signal = -status if status < 0 else None

@@ -13,13 +13,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from mose_fast import streams
 from mose_fast.device import available_bytes
 from mose_fast.experiments.cells import CellRecord, CellState, Failure
 from mose_fast.experiments.display import Display
 from mose_fast.experiments.engine import Engine
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.forecast import Forecast
+from mose_fast.experiments.forecast import Forecast, cost_key, duration, estimated_cost, measured_costs, stored_costs
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.place import Layout, Place
 from mose_fast.experiments.protocol import Event, how_it_died
@@ -28,7 +30,7 @@ from mose_fast.methods import check_room, find_method
 from mose_fast.runs.files import RunError, RunFolder, checkpoint_files, write_atomically
 from mose_fast.runs.lock import FolderLock
 from mose_fast.runs.store import RunDamaged, Store
-from mose_fast.settings.run import RunConfig
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.signals import StopRequest, stop_request
 
 __all__ = ["Experiment", "with_fingerprints"]
@@ -49,11 +51,11 @@ def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
         ConfigError: A run does not fit into the memory of this machine, or its method needs task
             boundaries and the stream has none.
     """
-    data = {}
+    found = list(cells)
     for settings, evaluate_on in {(cell.config.stream, cell.config.evaluate_on) for cell in cells}:
         stream = streams.create(settings, evaluate_on=evaluate_on)
-        data[settings, evaluate_on] = dataclasses.replace(settings, fingerprint=stream.fingerprint)
-        for config in (cell.config for cell in cells):
+        known = dataclasses.replace(settings, fingerprint=stream.fingerprint)
+        for i, config in enumerate(cell.config for cell in cells):
             if (config.stream, config.evaluate_on) != (settings, evaluate_on):
                 continue
             if stream.no_boundaries and config.train_on == "stream":
@@ -61,11 +63,8 @@ def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
             # The machines of a cluster may have more memory than this one.
             if place.engine == "local":
                 check_room(config, stream.image_size, stream.classes)
-
-    def known(config: RunConfig) -> RunConfig:
-        return dataclasses.replace(config, stream=data[config.stream, config.evaluate_on])
-
-    return [dataclasses.replace(cell, config=known(cell.config)) for cell in cells]
+            found[i] = dataclasses.replace(cells[i], config=dataclasses.replace(config, stream=known))
+    return found
 
 
 class Experiment:
@@ -87,6 +86,8 @@ class Experiment:
     kind: ClassVar[str] = "sweep"
     #: Project of Weights & Biases that the runs log to.
     wandb: str | None = None
+    #: Seconds for measuring the first steps of runs; None: of every kind of run.
+    measure_for: float | None = None
 
     records: dict[str, CellRecord]
     # While it is carried out.
@@ -97,7 +98,7 @@ class Experiment:
     stop: StopRequest
 
     def __init__(self, cells: Sequence[Cell], folder: SweepFolder, place: Place, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+        self.folder, self.say, self.chosen = folder, say, place.workers is not None
         self.stored = stored = folder.stored_plan()
         # Numbers of workers and threads are kept: another number of threads would change the last
         # digits of the remaining results.
@@ -116,10 +117,21 @@ class Experiment:
         """What comes before there is an engine; RunError if a folder holds another run."""
 
     def plan(self) -> Forecast:
-        """Finds out how long what remains takes, and says it; ConfigError if it does not fit into
-        the memory.
+        """The forecast of what remains; ConfigError if it does not fit into the memory. Where
+        nobody has chosen the number of runs at the same time, it becomes what fits.
         """
-        raise NotImplementedError
+        costs = self._costs()
+        if any(cost.source == "estimated" for cost in costs.values()):
+            self.change_layout()  # the engine may still measure
+        forecast = self._forecast(costs)
+        if self.layout.place.engine == "local":
+            too_large = forecast.bytes > forecast.available and forecast.fitting >= 1
+            if too_large and not self.chosen and not self.layout.gpus:
+                self.change_layout(runs=min(self.layout.runs, forecast.fitting))
+                forecast = self._forecast(costs)
+            forecast.check_memory()
+            self._check_gpus(costs)
+        return forecast
 
     def described(self) -> dict[str, Any]:
         """What ``sweep.json`` has beside the layout and the measured costs."""
@@ -177,10 +189,52 @@ class Experiment:
         self.layout = dataclasses.replace(self.layout, **changes)
         self.engine = self._engine(self._logs, self._lock)
 
-    def forecast_of(self, costs: Mapping[str, Cost]) -> Forecast:
-        """The forecast for some costs by name of the cell."""
+    def in_state(self, state: CellState) -> list[CellRecord]:
+        return [record for record in self.records.values() if record.state is state]
+
+    def known(self) -> dict[str, Cost]:
+        """The costs that are known with these numbers of threads, by :func:`cost_key`."""
+        return {**self.measured, **stored_costs(self.folder.path, self.layout.threads)}
+
+    def missing(self, known: Mapping[str, Cost]) -> dict[str, RunConfig]:
+        """A run of each key among the waiting ones that is not known."""
+        waiting = {cost_key(record.cell.config): record.cell.config for record in self.in_state(CellState.WAITING)}
+        return {key: config for key, config in waiting.items() if key not in known}
+
+    def _costs(self) -> dict[str, Cost]:
+        """Costs of the waiting cells by name, from the table of runs or measured."""
+        known = self.known()
+        if missing := self.missing(known):
+            some = "one setting" if len(missing) == 1 else f"{len(missing)} settings"
+            most = "" if self.measure_for is None else f", for at most {duration(self.measure_for)}"
+            self.say(f"measuring the first steps of runs ({some}{most}) ...")
+            found = measured_costs(missing, self.engine, self.measure_for)
+            self.measured |= found
+            known |= found
+            if others := [key for key in missing if key not in found]:
+                self.say(
+                    f"measured {len(found)} of {len(missing)} settings, some of each method first; the others are"
+                    " estimated from the most similar ones by the methods' relative costs (mose-fast list methods)"
+                )
+                known |= {key: estimated_cost(key, known) for key in others}
+        waiting = (record.cell for record in self.in_state(CellState.WAITING))
+        return {cell.name: known[cost_key(cell.config)] for cell in waiting}
+
+    def _forecast(self, costs: Mapping[str, Cost]) -> Forecast:
         cells = [record.cell for record in self.records.values()]
         return Forecast(cells, costs, self.layout.runs, self.layout.threads, available_bytes())
+
+    def _check_gpus(self, costs: Mapping[str, Cost]) -> None:
+        needed = max((cost.bytes_device or 0 for cost in costs.values()), default=0)
+        if not self.layout.gpus or not needed:
+            return
+        total = torch.cuda.get_device_properties(0).total_memory
+        per_gpu = self.layout.runs // len(self.layout.gpus)
+        if per_gpu * needed > total:
+            raise ConfigError(
+                f"per_gpu is {per_gpu}, which needs {per_gpu * needed / 1e9:.1f} GB on a GPU of {total / 1e9:.1f}"
+                f" GB; wanted at most {total // needed}"
+            )
 
     def find_done(self, record: CellRecord) -> None:
         """Finds out whether a run has finished in an earlier call, or its folder is damaged.
@@ -244,9 +298,7 @@ class Experiment:
             case "died":
                 self._on_death(record, event["signal"])
             case "stopped":
-                self.display.say(f"{record.cell.name}: a signal ended its process; it continues from its checkpoint")
-                record.state = CellState.WAITING
-                self.queue.append(record)
+                self._try_again(record, "a signal ended its process; it continues from its checkpoint")
 
     def on_done(self) -> None:
         """Comes after each run that has finished."""
@@ -280,11 +332,10 @@ class Experiment:
         try:
             # Refuses one of another version of its method, edited while the sweep ran.
             row = self.folder.finished(record.cell)
+            if row is None:
+                raise RunDamaged(f"there are no results in {self.folder.run(record.cell.name)}")
         except RunError as error:
             self._give_up(record, str(error))
-            return
-        if row is None:
-            self._give_up(record, f"its results are missing in {self.folder.run(record.cell.name)}")
             return
         record.state, record.row, record.seconds = CellState.DONE, row, row["seconds_total"]
         self.display.finished(record)
@@ -302,10 +353,9 @@ class Experiment:
         if record.deaths >= _DEATHS:
             times = f"{_DEATHS} times without getting further"
             self._give_up(record, f"{how} {times}; does it have enough memory?")
-            return
-        self.display.say(f"{record.cell.name}: {how}; it continues from its last checkpoint")
-        record.state = CellState.WAITING
-        self.queue.appendleft(record)
+        else:
+            self._try_again(record, f"{how}; it continues from its last checkpoint")
+            self.queue.rotate()  # it comes first
 
     def _on_error(self, record: CellRecord, error: str) -> None:
         record.errors += 1
@@ -313,8 +363,10 @@ class Experiment:
             self._give_up(record, error)
             return
         record.from_start = record.resumed
-        where = ", from its start" if record.from_start else ""
-        self.display.say(f"{record.cell.name}: {error}; it is tried once more{where}")
+        self._try_again(record, f"{error}; it is tried once more{', from its start' if record.from_start else ''}")
+
+    def _try_again(self, record: CellRecord, told: str) -> None:
+        self.display.say(f"{record.cell.name}: {told}")
         record.state = CellState.WAITING
         self.queue.append(record)
 

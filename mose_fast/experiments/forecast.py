@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mose_fast.runs.files import RunError
 from mose_fast.runs.store import STORE, read_store
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["Forecast", "cost_key", "duration", "estimated_cost", "measured_costs", "most_expensive", "stored_costs"]
+__all__ = ["Forecast", "cost_key", "declared_cost", "duration", "estimated_cost", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
@@ -92,26 +92,23 @@ def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
         return *kind, there["method"] != _UNIT, sum(there.get(name) != value for name, value in wanted.items())
 
     nearest = min(known, key=distance)
-    factor = _declared(wanted) / _declared(json.loads(nearest))
+    factor = declared_cost(key) / declared_cost(nearest)
     return dataclasses.replace(known[nearest], seconds=factor * known[nearest].seconds, source="estimated")
-
-
-def most_expensive(keys: Iterable[str]) -> str:
-    """The key, of :func:`cost_key`, of the run with the highest declared cost."""
-    return max(keys, key=lambda key: _declared(json.loads(key)))
 
 
 # Declared costs are multiples of this method's. GDumb's are smaller, but it trains outside steps.
 _UNIT = "er"
 
 
-def _declared(values: Mapping[str, Any]) -> float:
+def declared_cost(key: str) -> float:
+    """The declared cost of the runs with a :func:`cost_key`, in arbitrary units."""
+    values = json.loads(key)
     return find_method(values["method"]).about.cost * values["epochs"]
 
 
 def _order(configs: Mapping[str, RunConfig]) -> list[str]:
     """First one of each kind of run, ER's before all, and cheap ones before expensive ones."""
-    costs = {key: _declared(json.loads(key)) for key in configs}
+    costs = {key: declared_cost(key) for key in configs}
     kinds: set[tuple[Any, ...]] = set()
     order: dict[str, tuple[bool, bool, float]] = {}
     for key in sorted(configs, key=costs.__getitem__):
@@ -138,7 +135,6 @@ class Forecast:
 
     @property
     def compute_seconds(self) -> float:
-        """Sum over all runs that remain."""
         return sum(cost.seconds for cost in self.costs.values())
 
     @property

@@ -67,13 +67,9 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         training = _training(config, stream, learner, budget)
         evaluating = _evaluating(config, stream, learner)
     device = torch.cuda.max_memory_allocated(learner.device) if learner.device.type == "cuda" else None
-    return Cost(setting_up + training + evaluating, own_bytes(), device)
-
-
-def own_bytes() -> int:
-    """Peak memory of this process in bytes, without file pages, which it shares with siblings."""
-    # psutil knows the shared memory on Linux only.
-    return max(peak_bytes() - getattr(psutil.Process().memory_info(), "shared", 0), 1)
+    # Without file pages, which it shares with its siblings; psutil knows them on Linux only.
+    shared = getattr(psutil.Process().memory_info(), "shared", 0)
+    return Cost(setting_up + training + evaluating, max(peak_bytes() - shared, 1), device)
 
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:

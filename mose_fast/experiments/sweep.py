@@ -13,23 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mose_fast.experiments.cells import CellRecord, CellState, Failure
 from mose_fast.experiments.experiment import Experiment, with_fingerprints
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.forecast import (
-    Forecast,
-    cost_key,
-    duration,
-    estimated_cost,
-    measured_costs,
-    most_expensive,
-    stored_costs,
-)
+from mose_fast.experiments.forecast import Forecast, declared_cost, measured_costs
 from mose_fast.experiments.grid import Cell, axes_of, grid_cells
 from mose_fast.experiments.place import Place
-from mose_fast.experiments.step_cost import Cost
 from mose_fast.learner.named_settings import dotted
 from mose_fast.learner.registry import check_unchanged
 from mose_fast.methods import find_method
@@ -37,7 +26,7 @@ from mose_fast.output import guarded_output
 from mose_fast.runs.files import write_atomically
 from mose_fast.runs.store import read_store
 from mose_fast.settings.knob import plain
-from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
+from mose_fast.settings.run import RunConfig, StreamConfig
 
 if TYPE_CHECKING:
     import pandas
@@ -50,8 +39,8 @@ class Outcome:
     """The result of a sweep.
 
     Attributes:
-        table: One row per finished cell, with the columns of
-            :func:`mose_fast.runs.store.read_store`; None after a dry run.
+        table: One row per finished cell, as of :func:`mose_fast.runs.store.read_store`; None after
+            a dry run.
         failures: Why cells have no result.
         folders: Name of the run folder by name of the cell as it was given: an earlier grid may
             have given it another name.
@@ -139,18 +128,13 @@ def run_grid(
     say: Callable[[str], None] = print,
     on_done: Callable[[Mapping[str, str]], None] = lambda folders: None,
 ) -> Outcome:
-    """Plans and runs a sweep. An unfinished sweep is continued.
+    """Plans and runs a sweep, or continues it; for what it raises see :func:`run_sweep`.
 
     Args:
         cells: The runs, with different names (:func:`.grid.grid_cells`).
         measure_for: Seconds for measuring the first steps of runs; what could not be measured then
             is estimated from the rest. None: every kind of run is measured.
         on_done: Called after each run that has finished, with :attr:`Outcome.folders`.
-
-    Raises:
-        ConfigError: A setting, a value or the place is unusable; nothing has started.
-        RunError: The folder is in use, holds other runs, or cannot be written.
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
     sweep = _Sweep(cells, SweepFolder(out), place or Place(), say)
     sweep.measure_for, sweep.wandb, sweep.on_done = measure_for, wandb, lambda: on_done(sweep.folders)
@@ -161,20 +145,14 @@ def run_grid(
 class _Sweep(Experiment):
     """One sweep in progress."""
 
-    measure_for: float | None = None
-
     def __init__(self, cells: Sequence[Cell], folder: SweepFolder, place: Place, say: Callable[[str], None]) -> None:
         for learner in {find_method(cell.config.method) for cell in cells}:
             check_unchanged(learner)
         super().__init__(cells, folder, place, say)
-        self.chosen = place.workers is not None
         given = with_fingerprints(cells, place)
         found = folder.with_known_names(given)
         self.records = {cell.name: CellRecord(cell) for cell in found}
         self.folders = {cell.name: there.name for cell, there in zip(given, found, strict=True)}
-
-    def _in_state(self, state: CellState) -> list[CellRecord]:
-        return [record for record in self.records.values() if record.state is state]
 
     def begin(self) -> None:
         for record in self.records.values():
@@ -182,17 +160,7 @@ class _Sweep(Experiment):
 
     def plan(self) -> Forecast:
         self._choose_threads()
-        costs = self._costs()
-        if any(cost.source == "estimated" for cost in costs.values()):
-            self.change_layout()  # the engine may still measure
-        forecast = self.forecast_of(costs)
-        if self.layout.place.engine == "local":
-            too_large = forecast.bytes > forecast.available and forecast.fitting >= 1
-            if too_large and not self.chosen and not self.layout.gpus:
-                self.change_layout(runs=min(self.layout.runs, forecast.fitting))
-                forecast = self.forecast_of(costs)
-            forecast.check_memory()
-            self._check_gpus(costs)
+        forecast = super().plan()
         self.say(f"{len(self.records)} runs in {self.folder.path}\n{forecast}")
         return forecast
 
@@ -202,12 +170,12 @@ class _Sweep(Experiment):
 
         Measured at a sweep's start, with the most expensive of its settings.
         """
-        several, (_, missing) = self.layout, self._known()
+        several, missing = self.layout, self.missing(self.known())
         measured_here = several.device == "cpu" and several.place.engine == "local"
         if self.continued or not measured_here or several.threads == 1 or not missing:
             return
         self.say(f"measuring the first steps of a run with {several.threads} threads and with one ...")
-        key = most_expensive(missing)
+        key = max(missing, key=declared_cost)
         slower = measured_costs({key: missing[key]}, self.engine)
         self.change_layout(most_threads=1)
         faster = measured_costs({key: missing[key]}, self.engine)
@@ -219,43 +187,6 @@ class _Sweep(Experiment):
             self.measured |= slower
             self.change_layout(most_threads=several.most_threads)
 
-    def _known(self) -> tuple[dict[str, Cost], dict[str, RunConfig]]:
-        """The known costs by :func:`cost_key`, and a waiting run of each key that is not known."""
-        known = {**self.measured, **stored_costs(self.folder.path, self.layout.threads)}
-        waiting = {cost_key(record.cell.config): record.cell.config for record in self._in_state(CellState.WAITING)}
-        return known, {key: config for key, config in waiting.items() if key not in known}
-
-    def _costs(self) -> dict[str, Cost]:
-        """Costs of the waiting cells by name, from the table of runs or measured."""
-        known, missing = self._known()
-        if missing:
-            some = "one setting" if len(missing) == 1 else f"{len(missing)} settings"
-            most = "" if self.measure_for is None else f", for at most {duration(self.measure_for)}"
-            self.say(f"measuring the first steps of runs ({some}{most}) ...")
-            found = measured_costs(missing, self.engine, self.measure_for)
-            self.measured |= found
-            known |= found
-            if others := [key for key in missing if key not in found]:
-                self.say(
-                    f"measured {len(found)} of {len(missing)} settings, some of each method first; the others are"
-                    " estimated from the most similar ones by the methods' relative costs (mose-fast list methods)"
-                )
-                known |= {key: estimated_cost(key, known) for key in others}
-        waiting = (record.cell for record in self._in_state(CellState.WAITING))
-        return {cell.name: known[cost_key(cell.config)] for cell in waiting}
-
-    def _check_gpus(self, costs: Mapping[str, Cost]) -> None:
-        needed = max((cost.bytes_device or 0 for cost in costs.values()), default=0)
-        if not self.layout.gpus or not needed:
-            return
-        total = torch.cuda.get_device_properties(0).total_memory
-        per_gpu = self.layout.runs // len(self.layout.gpus)
-        if per_gpu * needed > total:
-            raise ConfigError(
-                f"per_gpu is {per_gpu}, which needs {per_gpu * needed / 1e9:.1f} GB on a GPU of {total / 1e9:.1f}"
-                f" GB; wanted at most {total // needed}"
-            )
-
     def described(self) -> dict[str, Any]:
         cells = [record.cell for record in self.records.values()]
         return {
@@ -264,9 +195,9 @@ class _Sweep(Experiment):
         }
 
     def compute(self) -> None:
-        for record in self._in_state(CellState.WAITING):
+        for record in self.in_state(CellState.WAITING):
             write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
-        done = sorted(self._in_state(CellState.DONE), key=lambda record: record.cell.name)
+        done = sorted(self.in_state(CellState.DONE), key=lambda record: record.cell.name)
         self.store.add(*(record.row for record in done))
         self.run_cells(list(self.records.values()))
 
@@ -275,7 +206,7 @@ class _Sweep(Experiment):
         table = read_store(self.folder.path)
         table = table[table["folder"].isin(self.records)].reset_index(drop=True)
         self.say(self.display.summary())
-        failures = tuple(record.failure for record in self._in_state(CellState.FAILED))
+        failures = tuple(record.failure for record in self.in_state(CellState.FAILED))
         for failure in failures:
             self.say(str(failure))
         return table, failures

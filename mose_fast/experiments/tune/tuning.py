@@ -19,7 +19,7 @@ import numpy as np
 from mose_fast.experiments.cells import CellRecord, CellState
 from mose_fast.experiments.experiment import Experiment, with_fingerprints
 from mose_fast.experiments.folder import SweepFolder, first_difference
-from mose_fast.experiments.forecast import Forecast, cost_key, duration, measured_costs
+from mose_fast.experiments.forecast import Forecast, duration
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.protocol import Event
@@ -140,8 +140,6 @@ class _Tuning(Experiment):
         #: Of each trial, by seed.
         self.runs = [[CellRecord(cell) for cell in trial] for trial in cells]
         self.records = {record.cell.name: record for records in self.runs for record in records}
-        #: Trials that run at the same time. They are chosen together, by what earlier rounds found.
-        self.together = self.stored.get("together") or max(1, self.layout.runs // len(seeds))
         self.defaults = {name: self.identity["settings"][name] for name in axes}
 
     def _check_stored(self) -> None:
@@ -168,39 +166,33 @@ class _Tuning(Experiment):
         return Cell(f"trial-{number:03d}_seed-{seed}", config, {**params, "seed": seed})
 
     def plan(self) -> Forecast:
-        key = cost_key(self.base)
-        if key not in self.measured:
-            self.say("measuring the first steps of a run ...")
-            self.measured |= measured_costs({key: self.base}, self.engine)
-        forecast = self.forecast_of(dict.fromkeys(self.records, self.measured[key]))
-        if self.layout.place.engine == "local":
-            forecast.check_memory()
+        forecast = super().plan()
+        # Trials that run at the same time are chosen together, by what earlier rounds found.
+        self.together = self.stored.get("together") or max(1, self.layout.runs // len(self.seeds))
+        (a_run,) = {cost.seconds for cost in forecast.costs.values()}
         self.say(
-            f"{len(self.numbers)} trials of {len(self.seeds)} seeds in {self.folder.path}, each run"
-            f" {duration(self.measured[key].seconds)} with the method's own settings: at most about"
-            f" {duration(forecast.seconds)} with {self.layout.runs} runs at a time"
+            f"{len(self.numbers)} trials of {len(self.seeds)} seeds in {self.folder.path}, each run {duration(a_run)}"
+            f" with the method's own settings: at most about {duration(forecast.seconds)} with {self.layout.runs} runs"
+            " at a time"
         )
         for name, axis in self.axes.items():
             self.say(f"  {name}: {axis}, by itself {shown(self.defaults[name])}")
         return forecast
 
     def compute(self) -> None:
-        self.study = Study(self.folder.path / "study.sqlite", self.axes, self.defaults, seed=0)
+        self.study = Study(self.folder.path / "study.sqlite", self.axes, self.defaults)
         for start in range(0, len(self.numbers), self.together):
             self._round(start)
 
     def conclude(self) -> Tuned:
         trials = self.study.trials[: len(self.numbers)]
-        return conclude(trials, self._rows_of, self.base, self.seeds, self.folder, self.say)
-
-    def _rows_of(self, number: int) -> list[dict[str, Any]]:
-        """The rows of the store of a trial's finished runs, by seed."""
-        found = []
-        for record in self.runs[number]:
-            # A trial that had ended before this call has not been read yet.
-            row = record.row or read_run(self.folder.run(record.cell.name))[0]
-            found.append({**row, "folder": record.cell.name})
-        return found
+        rows: dict[int, list[dict[str, Any]]] = {}
+        for trial in trials:
+            for record in self.runs[trial.number] if trial.state.name == "COMPLETE" else []:
+                # A trial that had ended before this call has not been read yet.
+                row = record.row or read_run(self.folder.run(record.cell.name))[0]
+                rows.setdefault(trial.number, []).append({**row, "folder": record.cell.name})
+        return conclude(trials, rows, self.base, self.seeds, self.folder, self.say)
 
     def _round(self, start: int) -> None:
         """Runs the trials of a round that have not ended yet."""

@@ -28,12 +28,11 @@ def test_row_says_what_results_say(finished_run, config):
     assert json.loads(row["metrics"])["linear"]["mean_logit"]["af_paper"] == results["af_paper"]["linear"]["mean_logit"]
     assert (row["method"], row["memory"], row["tasks"], row["threads"], row["card"]) == ("mose", 64, 5, 1, None)
     assert RunConfig.from_dict(json.loads(row["config"])) == config
+    assert row["data"] == results["config"]["stream"]["fingerprint"]
     phases = ("train", "evaluate", "checkpoint", "capture")
     assert row["seconds_total"] == pytest.approx(sum(row[f"seconds_{phase}"] for phase in phases), abs=0.01)
-    assert (
-        row["seconds_wall"] == pytest.approx(row["seconds_total"] + row["seconds_other"], abs=0.01)
-        and row["seconds_other"] > 0
-    )
+    assert row["seconds_wall"] == pytest.approx(row["seconds_total"] + row["seconds_other"], abs=0.01)
+    assert row["seconds_other"] > 0
 
 
 def test_precision_is_what_the_run_had(finished_run, tmp_path):
@@ -44,12 +43,6 @@ def test_precision_is_what_the_run_had(finished_run, tmp_path):
     results["resolved"]["precision"] = "bf16"
     (copy / "results.json").write_text(json.dumps(results))
     assert read_run(copy)[0]["precision"] == "bf16"
-    # As before there was auto.
-    del results["resolved"]["precision"]
-    results["config"]["precision"] = "tf32"
-    (copy / "results.json").write_text(json.dumps(results))
-    (copy / "config.json").write_text(json.dumps(results["config"]))
-    assert read_run(copy)[0]["precision"] == "tf32"
 
 
 def test_setting_is_all_but_the_seed(config):
@@ -160,12 +153,6 @@ def test_a_database_of_something_else_is_not_replaced(tmp_path, finished_run):
     assert (tmp_path / STORE).read_bytes() == before
     (tmp_path / STORE).write_bytes(b"a damaged table is built anew")
     assert len(collect(tmp_path)[0]) == 1
-
-
-def test_the_table_names_the_data(finished_run, tmp_path):
-    shutil.copytree(finished_run, tmp_path / "run")
-    table, _ = collect(tmp_path)
-    assert table["data"].tolist() == [json.loads((finished_run / "config.json").read_text())["stream"]["fingerprint"]]
 
 
 def test_tables_that_are_none(tmp_path):

@@ -3,7 +3,6 @@ run that it would be alone.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -30,10 +29,10 @@ from mose_fast.experiments.place import Place
 from mose_fast.experiments.protocol import ENDS
 from mose_fast.experiments.ray_engine import RayEngine
 from mose_fast.experiments.sweep import run_grid
+from mose_fast.learner.named_settings import with_changes
 from mose_fast.runs.files import LOCK
 from mose_fast.runs.lock import FolderLock, FolderLocked
 from mose_fast.runs.store import read_store
-from mose_fast.settings.run import RunConfig
 from mose_fast.train import RunError, run
 from tests.paths import ROOT
 
@@ -51,25 +50,23 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, settings):
+def alone():
     """Weight hashes by seed of the runs alone, in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    stream = {**settings["stream"], "batch": 4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches of 4 are not the preset's
-        hashes = {
-            seed: run(RunConfig.create(**{**settings, "stream": stream}, seed=seed))["weights_sha256"] for seed in SEEDS
-        }
+        hashes = {seed: run(with_changes(None, {**CHANGES, "seed": seed}))["weights_sha256"] for seed in SEEDS}
     torch.set_num_threads(before)
     return hashes
 
 
-def start_sweep(out, *more):
-    cores = len(os.sched_getaffinity(0))
-    settings = "--width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
-    command = [sys.executable, "-m", "mose_fast", "sweep", *settings.split()]
-    command += ["--workers", str(cores), "--out", str(out), *more]
+SWEEP = "sweep --width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
+
+
+def start_sweep(out):
+    """With one worker: to start one takes most of the time here."""
+    command = [sys.executable, "-m", "mose_fast", *SWEEP.split(), "--workers", "1", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
@@ -140,69 +137,57 @@ def resumed(out):
     return sum(log.read_text().count("continued after batch") for log in out.glob("logs/seed-*.log"))
 
 
+@pytest.fixture
+def folder(tmp_path):
+    made = SweepFolder(tmp_path / "s")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def engine(folder):
+    """An engine with two workers, which start when they are needed."""
+    with contextlib.closing(LocalEngine([None, None], threads=1, logs=folder.logs)) as made:
+        yield made
+
+
 def commands(folder):
-    cells = grid_cells({"seed": SEEDS}, CHANGES)
-    folder.create()
-    for cell in cells:
-        folder.config(cell.name).write_text(cell.config.to_json())
-        yield {
-            "do": "run",
-            "cell": cell.name,
-            "config": str(folder.config(cell.name)),
-            "out": str(folder.run(cell.name)),
-            "log": str(folder.log(cell.name)),
-            "afresh": False,
-            "wandb": None,
-        }
+    for cell in grid_cells({"seed": SEEDS}, CHANGES):
+        paths = {"config": folder.config(cell.name), "out": folder.run(cell.name), "log": folder.log(cell.name)}
+        paths["config"].write_text(cell.config.to_json())
+        command = {"do": "run", "cell": cell.name, "afresh": False, "wandb": None}
+        yield command | {name: str(path) for name, path in paths.items()}
 
 
 def until_ended(engine, number):
-    ended, events, deadline = {}, [], time.monotonic() + 120
+    """The last events of that many cells, by cell."""
+    ended, deadline = {}, time.monotonic() + 120
     while len(ended) < number:
-        assert time.monotonic() < deadline, f"waited in vain; so far {events}"
-        for event in engine.events(0.2):
-            events.append(event)
-            if event["event"] in ENDS:
-                ended[event["cell"]] = event
-    return ended, events
+        assert time.monotonic() < deadline, f"waited in vain; so far {ended}"
+        ended |= {event["cell"]: event for event in engine.events(0.2) if event["event"] in ENDS}
+    return ended
 
 
 @pytest.mark.slow
-def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
-    folder = SweepFolder(tmp_path / "s")
-    folder.create()
-    engine = LocalEngine([None, None], threads=1, logs=folder.logs)
-    try:
-        for command in commands(folder):
-            engine.start(command)
-        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
-        engine.stop("seed-1")
-        ended, events = until_ended(engine, 2)
-    finally:
-        engine.close()
-    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}, events
+def test_one_run_is_stopped_and_the_other_goes_on(folder, engine, alone):
+    for command in commands(folder):
+        engine.start(command)
+    wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
+    engine.stop("seed-1")
+    ended = until_ended(engine, 2)
+    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}
     results = json.loads((folder.run("seed-0") / "results.json").read_text())
     assert results["weights_sha256"] == alone[0] and results["resumed"] == 0
     assert not (folder.run("seed-1") / "results.json").exists()
 
-
-@pytest.mark.slow
-def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
-    """As a cluster ends a job: every process gets the signal, or one of them."""
-    folder = SweepFolder(tmp_path / "s")
-    folder.create()
-    engine = LocalEngine([None], threads=1, logs=folder.logs)
-    try:
-        engine.start(next(commands(folder)))
-        process = engine.workers[0].process
-        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGHUP)
-        ended, events = until_ended(engine, 1)
-        assert ended["seed-0"]["event"] == "stopped", events
-        assert process.wait(30) == 0
-    finally:
-        engine.close()
+    # As a cluster ends a job: every process gets the signal, or one of them.
+    engine.start(command)
+    process = next(worker.process for worker in engine.workers if worker.cell == "seed-1")
+    wait_for(lambda: any(event["event"] == "progress" for event in engine.events(0.1)))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    assert until_ended(engine, 1)["seed-1"]["event"] == "stopped"
+    assert process.wait(30) == 0
 
 
 _RAY_TASK = """
@@ -218,15 +203,11 @@ _run_on_this_machine(json.loads(sys.argv[1]), 1, sys.argv[2], Queue)
 
 
 @pytest.mark.slow
-def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
-    folder = SweepFolder(tmp_path / "s")
+def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(folder):
     command = next(commands(folder))
-    config = json.loads(Path(command["config"]).read_text()) | {"checkpoint_every": None}
-    config["stream"] |= {
-        "limit_per_task": None,
-        "tasks": 1,
-    }  # hundreds of batches before the checkpoint at the task's end
-    Path(command["config"]).write_text(json.dumps(config))
+    # Hundreds of batches before the checkpoint at the task's end.
+    config = with_changes(None, CHANGES | {"checkpoint_every": None, "stream.limit_per_task": None, "stream.tasks": 1})
+    Path(command["config"]).write_text(config.to_json())
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     task = [sys.executable, "-c", _RAY_TASK, json.dumps(command), command["config"]]
     with subprocess.Popen(task, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -242,36 +223,25 @@ def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
-    folder = SweepFolder(tmp_path / "s")
+def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(folder, engine, tmp_path):
     command = next(commands(folder))
-    config = RunConfig.load(command["config"])
-    broken = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=str(tmp_path / "missing.npz")))
-    Path(command["config"]).write_text(broken.to_json())
-    engine = LocalEngine([None], threads=1, logs=folder.logs)
-    try:
-        engine.start(command)
-        ended, _ = until_ended(engine, 1)
-    finally:
-        engine.close()
-    assert ended["seed-0"]["event"] == "failed"
-    assert "missing.npz" in ended["seed-0"]["error"]
+    missing = with_changes(None, {**CHANGES, "stream.name": str(tmp_path / "missing.npz")})
+    Path(command["config"]).write_text(missing.to_json())
+    engine.start(command)
+    ended = until_ended(engine, 1)["seed-0"]
+    assert ended["event"] == "failed"
+    assert "missing.npz" in ended["error"]
     assert "missing.npz" in folder.log("seed-0").read_text()
 
 
-def first_event(engine, command):
-    try:
-        engine.start(command)
-        return until_ended(engine, 1)[0][command["cell"]]
-    finally:
-        engine.close()
+MEASURE = {"do": "measure", "cell": "seed-0", "config": {}}
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_says_why(engine, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
-    assert event == {
+    engine.start(MEASURE)
+    assert until_ended(engine, 1)["seed-0"] == {
         "event": "failed",
         "cell": "seed-0",
         "error": "a worker process said: ImportError: this is not torch, when it started",
@@ -279,19 +249,21 @@ def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
+def test_a_worker_that_has_used_cuda_forks_no_run(engine, monkeypatch):
     """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
-    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
-    assert event["error"] == "its worker had used CUDA before it forked, after which no run can"
+    engine.start(MEASURE)
+    assert (
+        until_ended(engine, 1)["seed-0"]["error"] == "its worker had used CUDA before it forked, after which no run can"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--engine", "ray", "--address", "local"]], ids=["local", "ray"])
-def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more):
+def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, alone, more):
     """A sweep with the installed package, in a clone without native library and with modules named
-    like others.
+    like others; its runs are those that they are alone.
     """
     if more:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
@@ -302,30 +274,15 @@ def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more
     # As pip's script.
     script = tmp_path / "mose-fast"
     script.write_text("import sys\nfrom mose_fast.app.cli import main\nsys.exit(main())\n")
-    command = [sys.executable, script, "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "4"]
-    command += ["--device", "cpu", "--seeds", "0-3", "--workers", "2", "--out", tmp_path / "s", *more]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=clone, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, script, *SWEEP.split(), "--workers", "2", "--out", tmp_path / "s", *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=clone, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(path.read_text()) for path in (tmp_path / "s").glob("*/results.json")]
     here = build_info()
-    assert [run["native_backend"] for run in found] == [here["backend"]] * 4
+    assert [run["native_backend"] for run in found] == [here["backend"]] * 2
     assert {run["commit"] is None for run in found} == {here["commit"] is None}
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_runs(tmp_path, alone):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
-    cores = len(os.sched_getaffinity(0))
-    outcome = run_grid(
-        grid_cells({"seed": SEEDS}, CHANGES),
-        tmp_path / "s",
-        Place(workers=cores, engine="ray", address="local"),
-        say=lambda line: None,
-    )
-    assert outcome.failures == ()
-    assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
+    assert {run["seed"]: run["weights_sha256"] for run in found} == alone
 
 
 class RayOfTasks:

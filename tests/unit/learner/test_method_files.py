@@ -188,7 +188,7 @@ def test_a_study_is_not_continued_with_another_version(write, tmp_path):
         return tune_module._Tuning(base, {}, (0,), 1, tune_module.SweepFolder(tmp_path), tune_module.Place(1), print)
 
     scale = 1
-    plan = {"cells": {}, "threads": 1, "measured": {}, "study": study()._described()}
+    plan = {"threads": 1, "measured": {}, **study().described()}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))
     study()
     scale = 2
