@@ -55,10 +55,8 @@ class LocalEngine:
     Args:
         gpus: The GPU of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
         logs: Folder for what workers print outside of runs; None: it is not kept.
-        lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
-            lock as long as they live; None: no lock.
-        mps: Whether they compute by a server of CUDA's Multi-Process Service; ConfigError if none
-            starts.
+        lock: Descriptor of the sweep's lock, which workers hold as long as they live; None: none.
+        mps: Whether they compute by a server of CUDA's Multi-Process Service (:class:`MpsServer`).
     """
 
     def __init__(

@@ -44,12 +44,8 @@ _LOG_LINES = 15
 
 def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
     """The cells with the fingerprint of their data. Loads each stream once, downloading it if
-    needed.
-
-    Raises:
-        StreamError: There is no such stream.
-        ConfigError: A run does not fit into the memory of this machine, or its method needs task
-            boundaries and the stream has none.
+    needed. ConfigError if a run does not fit into the memory of this machine, or its method needs
+    task boundaries and the stream has none.
     """
     found = list(cells)
     for settings, evaluate_on in {(cell.config.stream, cell.config.evaluate_on) for cell in cells}:
@@ -70,16 +66,9 @@ def with_fingerprints(cells: Sequence[Cell], place: Place) -> list[Cell]:
 class Experiment:
     """Many runs in one folder. A subclass sets :attr:`records` and says what it plans and runs.
 
-    Args:
-        cells: The runs, before their data are loaded.
-
     Attributes:
         stored: The plan that an earlier call has left in the folder; empty if there is none.
         measured: Costs that this call or an earlier one measured, by :func:`.forecast.cost_key`.
-
-    Raises:
-        ConfigError: The cells cannot compute there.
-        RunError: The folder holds something else.
     """
 
     #: What works in the folder, for messages.
@@ -146,12 +135,7 @@ class Experiment:
         raise NotImplementedError
 
     def carry_out(self, *, dry_run: bool = False) -> Any:
-        """Makes the plan and runs it. A dry run ends with the forecast and writes nothing.
-
-        Raises:
-            RunError: The folder is in use or cannot be written.
-            Interrupted: A signal has stopped the runs, which have written their checkpoints.
-        """
+        """Makes the plan and runs it. A dry run ends with the forecast and writes nothing."""
         with ExitStack() as stack:
             if not dry_run:
                 self.folder.create()

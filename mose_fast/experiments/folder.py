@@ -50,12 +50,8 @@ class SweepFolder:
             raise self._cannot_write(error) from error
 
     def tidy(self, cells: Iterable[Cell]) -> None:
-        """Deletes the files that a killed sweep left half written. The caller holds the folder's
-        lock.
-
-        Raises:
-            RunError: A file with the name of a cell's configuration is none, or a file cannot be
-                deleted.
+        """Deletes the files that a killed sweep left half written; the caller holds the folder's
+        lock. RunError if a file with the name of a cell's configuration is none.
         """
         for cell in cells:
             file = self.config(cell.name)
@@ -89,11 +85,8 @@ class SweepFolder:
         return plan
 
     def with_known_names(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells, each of which takes the name of the run folder that holds its run, if there is
-        one.
-
-        The name of a cell depends on the whole grid, while its settings do not. So a larger grid
-        finds the runs of a smaller one.
+        """The cells, with the name of the run folder that holds their run where there is one: the
+        names depend on the whole grid, and a larger grid finds the runs of a smaller one.
         """
         there: dict[RunConfig, list[str]] = {}  # configurations are equal whatever the fingerprint
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:

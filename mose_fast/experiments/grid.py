@@ -54,16 +54,13 @@ class Cell:
 def grid_cells(
     axes: Mapping[str, tuple[Any, ...]], changes: Mapping[str, Any], base: RunConfig | None = None
 ) -> list[Cell]:
-    """All runs of a grid. The seed varies slowest, so that the first runs cover all settings.
+    """All runs of a grid; ConfigError if it is empty, names a setting twice, or holds a value that
+    a run cannot use. The seed varies slowest, so that the first runs cover all settings.
 
     Args:
         axes: Values of the settings that vary, by dotted name.
         changes: Values that differ from ``base`` in every run, by dotted name.
         base: Configuration that all runs start from; None: the defaults.
-
-    Raises:
-        ConfigError: The grid is empty, names one setting twice, or holds a value that a run cannot
-            use.
     """
     if not axes:
         raise ConfigError(
@@ -101,9 +98,7 @@ def grid_cells(
 
 
 def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them; ConfigError if a name is
-    unknown (with near matches) or given twice.
-    """
+    """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them."""
     axes: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, values = assignment(text, "--grid")
@@ -144,11 +139,7 @@ def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict[str, tuple[Any, ...]]:
     """Reads axes from a mapping of names to values. Texts are read as on the command line; seeds
-    may be given as ranges. ``owner`` holds the grid, for messages.
-
-    Raises:
-        ConfigError: A name is unknown (with near matches) or given twice, or its values are no
-            list.
+    may be given as ranges. ``owner`` holds the grid, for the ConfigError on an unusable one.
     """
     axes: dict[str, tuple[Any, ...]] = {}
     for name, values in grid.items():

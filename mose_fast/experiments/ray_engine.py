@@ -37,10 +37,6 @@ class RayEngine:
     Args:
         runs: Largest number of runs at the same time; None: as many as the cluster has room for.
         gpus: Share of a GPU that each run gets, 0 for the CPU.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        RunError: There is no cluster at the address, or it has no room for a single run.
     """
 
     def __init__(self, address: str, runs: int | None, threads: int, gpus: float, folder: Path) -> None:

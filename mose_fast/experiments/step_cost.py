@@ -45,15 +45,11 @@ class Cost:
 
 
 def measure(config: RunConfig, budget: float = 2.0) -> Cost:
-    """Times steps early and late in the stream, the end of a task late in it and a part of an
-    evaluation, and estimates the whole run from them.
+    """Times steps early and late in the stream, half of the ``budget`` in seconds each, the end of
+    a task late in it and a part of an evaluation, and estimates the whole run from them.
 
     Steps take longer the more classes have been seen; the growth is assumed to be linear. A run
     shorter than the budget is trained to its end.
-
-    Args:
-        config: The run's configuration; its stream is loaded.
-        budget: Seconds for the steps, half of them early and half of them late.
     """
     settle(resolve_device(config.device))  # once for a GPU, and no part of a run
     start = time.perf_counter()

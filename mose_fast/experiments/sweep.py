@@ -165,10 +165,8 @@ class _Sweep(Experiment):
         return forecast
 
     def _choose_threads(self) -> None:
-        """Gives runs one thread if that is faster than several: where other programs use the cores,
-        threads wait for each other most of the time.
-
-        Measured at a sweep's start, with the most expensive of its settings.
+        """Gives runs one thread if that is faster than several, measured at a sweep's start with
+        its most expensive settings: beside other programs threads wait for each other.
         """
         several, missing = self.layout, self.missing(self.known())
         measured_here = several.device == "cpu" and several.place.engine == "local"

@@ -338,10 +338,7 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
     """Reads the table of a folder, or that file, as a data frame with the columns :data:`COLUMNS`,
-    ordered by folder, with the newest row of each.
-
-    Raises:
-        RunError: There is no such table, or it is damaged or has another format.
+    ordered by folder, with the newest row of each. RunError if it is none.
     """
     # Imported here because it takes half a second, which a single run does not need.
     import pandas

@@ -84,12 +84,7 @@ def conclude(
     say: Callable[[str], None],
 ) -> Tuned:
     """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
-
-    Args:
-        rows: The rows of the store of the runs of each complete trial, by its number.
-
-    Raises:
-        NothingTuned: No trial came to its end.
+    ``rows``: those of the store, of the runs of each complete trial, by its number.
     """
     states = [_STATES[trial.state.name] for trial in trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in _STATES.values() if state in states)

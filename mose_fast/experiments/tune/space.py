@@ -49,12 +49,7 @@ def declared_space(method: str) -> dict[str, Axis]:
 
 
 def read_space(path: str | Path, method: str) -> dict[str, Axis]:
-    """Reads the axes in the table ``space`` of a ``.toml`` or ``.json`` file (docs/tuning.md).
-
-    Raises:
-        ConfigError: The file cannot be read, a name is unknown (with near matches), or a value is
-            none that the setting can have.
-    """
+    """Reads the axes in the table ``space`` of a ``.toml`` or ``.json`` file (docs/tuning.md)."""
     path = Path(path)
     values = read_table(path, "the space")
     if not isinstance(values, dict) or values.keys() != {"space"} or not isinstance(values["space"], dict):
@@ -101,11 +96,8 @@ def _axis(setting: Setting, value: Any) -> Axis:
 
 
 def check_values(axes: Mapping[str, Axis], changes: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these changes; checks it at both ends of every axis, too.
-
-    Raises:
-        ConfigError: A run could not have one of these values, or a setting is given a value and
-            searched.
+    """The configuration with these changes. ConfigError if a run could not have one of these
+    values or the ends of an axis, or if a setting is given a value and searched.
     """
     for name, axis in axes.items():
         if name in changes:

@@ -88,10 +88,8 @@ class Study:
             ) from error
 
     def ask(self, known: int) -> FrozenTrial:
-        """Chooses and records the next trial.
-
-        Args:
-            known: Number of earlier trials whose values count; later ones count as running.
+        """Chooses and records the next trial. ``known``: the number of earlier trials whose values
+        count; later ones count as running.
         """
         number = len(self.trials)
         if number == 0 and all(axis.holds(self.defaults[name]) for name, axis in self.axes.items()):
@@ -127,11 +125,8 @@ class Study:
         return next(stopped, None)
 
     def tell(self, trial: FrozenTrial, values: Sequence[float], result: float | None, *, pruned: bool) -> None:
-        """Records how a trial ended.
-
-        Args:
-            values: Its accuracy after each task, as far as it came.
-            result: Its final accuracy; None if it failed or was stopped.
+        """Records how a trial ended: its accuracy after each task, as far as it came, and the final
+        one, None if it failed or was stopped.
         """
         states = self.optuna.trial.TrialState
         with self._file():

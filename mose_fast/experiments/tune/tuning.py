@@ -237,9 +237,7 @@ class _Tuning(Experiment):
 
     def _judge(self, running: _Trial) -> None:
         """Compares a trial with earlier ones, as far as its runs have come, and stops them if it is
-        hopeless.
-
-        The first task after which it is hopeless does not depend on when this is called.
+        hopeless. The first task after which it is does not depend on when this is called.
         """
         if running.stopped is not None:
             return
