@@ -50,13 +50,22 @@ def test_setting_is_all_but_the_seed(config):
     assert setting_id(config) != setting_id(dataclasses.replace(config, memory=65))
 
 
-def test_added_and_collected_tables_are_the_same(tmp_path, pretend, config):
+@pytest.fixture
+def finish(tmp_path, pretend, config):
+    """A function that makes the finished run of a seed in a folder, and gives its row."""
+
+    def make(name, seed=0):
+        pretend(tmp_path / name, dataclasses.replace(config, seed=seed))
+        return read_run(tmp_path / name)[0]
+
+    return make
+
+
+def test_added_and_collected_tables_are_the_same(tmp_path, finish):
     added = Store(tmp_path)
-    for seed in (0, 1):
-        folder = tmp_path / f"seed-{seed}"
-        pretend(folder, dataclasses.replace(config, seed=seed))
-        added.add(read_run(folder)[0])
-        added.add(read_run(folder)[0])
+    for row in (finish("seed-0"), finish("seed-1", 1)):
+        added.add(row)
+        added.add(row)
     before = read_store(tmp_path)
     assert before["folder"].tolist() == ["seed-0", "seed-1"]
     assert before["seed"].tolist() == [0, 1]
@@ -66,20 +75,15 @@ def test_added_and_collected_tables_are_the_same(tmp_path, pretend, config):
     assert after.equals(before)
 
 
-def test_rows_are_only_added_and_the_newest_counts(tmp_path, pretend, config):
-    table = Store(tmp_path)
-    pretend(tmp_path / "run", config)
-    table.add(read_run(tmp_path / "run")[0])
-    pretend(tmp_path / "run", dataclasses.replace(config, seed=5))
-    table.add(read_run(tmp_path / "run")[0])
+def test_rows_are_only_added_and_the_newest_counts(tmp_path, finish):
+    Store(tmp_path).add(finish("run"), finish("run", 5))
     with closing(sqlite3.connect(tmp_path / STORE)) as database:
         assert database.execute("SELECT seed FROM runs ORDER BY rowid").fetchall() == [(0,), (5,)]
     assert read_store(tmp_path)["seed"].tolist() == [5]
 
 
-def test_a_crash_leaves_no_half_row(tmp_path, pretend, config):
-    pretend(tmp_path / "run", config)
-    table, (row, _) = Store(tmp_path), read_run(tmp_path / "run")
+def test_a_crash_leaves_no_half_row(tmp_path, finish):
+    table, row = Store(tmp_path), finish("run")
     with pytest.raises(RunError, match="cannot write the table of runs"):
         table.add(row, {"folder": "half", "results_sha256": ""})
     assert len(read_store(tmp_path)) == 0
@@ -111,10 +115,7 @@ DAMAGES = {
     "no results": (lambda folder: (folder / "results.json").unlink(), "not finished"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
     "no table": (lambda folder: (folder / "accuracy.csv").unlink(), "accuracy.csv cannot be read"),
-    "better ACC": (
-        change_results(lambda r: r["acc"]["ncm"].update({"4": 0.99})),
-        "acc of ncm, expert 4 does not follow",
-    ),
+    "better ACC": (change_results(lambda r: r["acc"]["ncm"].update({"4": 0.99})), "acc of ncm, expert 4 does not"),
     "better matrix": (
         change_results(lambda r: r["accuracy"]["ncm"]["4"][-1].__setitem__(0, 1.0)),
         "accuracy.csv does not hold",
@@ -130,17 +131,16 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_edited_and_truncated_folders_are_skipped_and_named(tmp_path, pretend, config, damage):
-    pretend(tmp_path / "good", config)
-    pretend(tmp_path / "bad", dataclasses.replace(config, seed=1))
+def test_edited_and_truncated_folders_are_skipped_and_named(tmp_path, finish, damage):
+    finish("good")
+    finish("bad", 1)
     harm, message = DAMAGES[damage]
     harm(tmp_path / "bad")
     with pytest.raises(RunDamaged, match=message):
         read_run(tmp_path / "bad")
     table, skipped = collect(tmp_path)
     assert table["folder"].tolist() == ["good"]
-    assert len(skipped) == 1
-    assert skipped[0].startswith(f"{tmp_path / 'bad'}: ")
+    assert len(skipped) == 1 and skipped[0].startswith(f"{tmp_path / 'bad'}: ")
 
 
 def test_a_database_of_something_else_is_not_replaced(tmp_path, finished_run):
@@ -178,8 +178,8 @@ def test_tables_that_are_none(tmp_path):
     assert len(table) == 0
 
 
-def test_a_full_disk_leaves_the_old_table(tmp_path, pretend, config, monkeypatch):
-    pretend(tmp_path / "run", config)
+def test_a_full_disk_leaves_the_old_table(tmp_path, finish, monkeypatch):
+    finish("run")
     collect(tmp_path)
     before = (tmp_path / STORE).read_bytes()
 
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_old_table(tmp_path, pretend, config, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RunError, match="No space left on device"):
+    with pytest.raises(RunError, match=r"No space left on device.* Free some space, then collect again"):
         collect(tmp_path)
     assert (tmp_path / STORE).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", STORE]

@@ -144,10 +144,10 @@ def folder(tmp_path):
     return made
 
 
-@pytest.fixture
-def engine(folder):
+@pytest.fixture(scope="module")
+def engine():
     """An engine with two workers, which start when they are needed."""
-    with contextlib.closing(LocalEngine([None, None], threads=1, logs=folder.logs)) as made:
+    with contextlib.closing(LocalEngine([None, None], threads=1)) as made:
         yield made
 
 
@@ -166,6 +166,18 @@ def until_ended(engine, number):
         assert time.monotonic() < deadline, f"waited in vain; so far {ended}"
         ended |= {event["cell"]: event for event in engine.events(0.2) if event["event"] in ENDS}
     return ended
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(folder, engine, tmp_path):
+    command = next(commands(folder))
+    missing = with_changes(None, {**CHANGES, "stream.name": str(tmp_path / "missing.npz")})
+    Path(command["config"]).write_text(missing.to_json())
+    engine.start(command)
+    ended = until_ended(engine, 1)["seed-0"]
+    assert ended["event"] == "failed"
+    assert "missing.npz" in ended["error"]
+    assert "missing.npz" in folder.log("seed-0").read_text()
 
 
 @pytest.mark.slow
@@ -222,41 +234,25 @@ def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(folder):
     assert not (folder.run("seed-0") / "results.json").exists()
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(folder, engine, tmp_path):
-    command = next(commands(folder))
-    missing = with_changes(None, {**CHANGES, "stream.name": str(tmp_path / "missing.npz")})
-    Path(command["config"]).write_text(missing.to_json())
-    engine.start(command)
-    ended = until_ended(engine, 1)["seed-0"]
-    assert ended["event"] == "failed"
-    assert "missing.npz" in ended["error"]
-    assert "missing.npz" in folder.log("seed-0").read_text()
+def error_of_a_first_command():
+    with contextlib.closing(LocalEngine([None], threads=1)) as engine:
+        engine.start({"do": "measure", "cell": "seed-0", "config": {}})
+        return until_ended(engine, 1)["seed-0"]["error"]
 
 
-MEASURE = {"do": "measure", "cell": "seed-0", "config": {}}
-
-
-def test_a_worker_that_cannot_start_says_why(engine, tmp_path, monkeypatch):
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    engine.start(MEASURE)
-    assert until_ended(engine, 1)["seed-0"] == {
-        "event": "failed",
-        "cell": "seed-0",
-        "error": "a worker process said: ImportError: this is not torch, when it started",
-    }
+    said = "a worker process said: ImportError: this is not torch, when it started"
+    assert error_of_a_first_command() == said
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_used_cuda_forks_no_run(engine, monkeypatch):
+def test_a_worker_that_has_used_cuda_forks_no_run(monkeypatch):
     """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
-    engine.start(MEASURE)
-    assert (
-        until_ended(engine, 1)["seed-0"]["error"] == "its worker had used CUDA before it forked, after which no run can"
-    )
+    assert error_of_a_first_command() == "its worker had used CUDA before it forked, after which no run can"
 
 
 @pytest.mark.slow
@@ -292,6 +288,7 @@ class RayOfTasks:
 
     def __init__(self):
         self.finished, self.events, self.errors = [], [], {}
+        self.qsize = lambda: len(self.events)
 
     def wait(self, tasks, num_returns, timeout):
         return [task for task in tasks if task in self.finished], []
@@ -300,29 +297,29 @@ class RayOfTasks:
         if task in self.errors:
             raise self.errors[task]
 
-    def qsize(self):
-        return len(self.events)
-
     def get_nowait_batch(self, count):
         found, self.events = self.events[:count], self.events[count:]
         return found
 
 
-def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
-    ray = RayOfTasks()
+@pytest.fixture
+def ray_engine():
+    """An engine with one task, of the cell a."""
     engine = RayEngine.__new__(RayEngine)
-    engine.ray = engine.queue = ray
+    engine.ray = engine.queue = RayOfTasks()
     engine.runs, engine.running, engine.ended = 2, {1: "a"}, set()
+    return engine
+
+
+def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one(ray_engine):
     failed = {"event": "failed", "cell": "a", "error": "no room"}
-    ray.events = [failed]
-    assert engine.events(0) == [failed]
-    engine.running[2] = "a"  # started again, while the first task still has its process to end
-    ray.finished = [1]
-    assert engine.events(0) == []
-    assert engine.free() == 1
-    ray.finished = [2]
-    assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
-    assert engine.free() == 2
+    ray_engine.ray.events = [failed]
+    assert ray_engine.events(0) == [failed]
+    ray_engine.running[2] = "a"  # started again, while the first task still has its process to end
+    ray_engine.ray.finished = [1]
+    assert ray_engine.events(0) == [] and ray_engine.free() == 1
+    ray_engine.ray.finished = [2]
+    assert ray_engine.events(0) == [{"event": "died", "cell": "a", "signal": None}] and ray_engine.free() == 2
 
 
 @pytest.mark.parametrize(
@@ -333,14 +330,11 @@ def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
         (None, {"event": "died", "signal": None}),
     ],
 )
-def test_a_ray_task_that_fails_says_why(cause, event):
-    ray = RayOfTasks()
-    engine = RayEngine.__new__(RayEngine)
-    engine.ray = engine.queue = ray
-    engine.running, engine.ended = {1: "a"}, set()
-    ray.finished, ray.errors = [1], {1: RuntimeError("a long traceback")}
-    ray.errors[1].cause = cause
-    assert engine.events(0) == [{**event, "cell": "a"}]
+def test_a_ray_task_that_fails_says_why(ray_engine, cause, event):
+    error = RuntimeError("a long traceback")
+    error.cause = cause
+    ray_engine.ray.finished, ray_engine.ray.errors = [1], {1: error}
+    assert ray_engine.events(0) == [{**event, "cell": "a"}]
 
 
 def test_unreachable_ray(tmp_path):
@@ -350,10 +344,5 @@ def test_unreachable_ray(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
-            run_grid(
-                grid_cells({"seed": SEEDS}, CHANGES),
-                tmp_path / "s",
-                Place(engine="ray", address=address),
-                say=lambda line: None,
-            )
+            run_grid(grid_cells({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address))
     assert time.monotonic() - start < 10
