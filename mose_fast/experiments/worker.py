@@ -243,6 +243,7 @@ def main() -> None:
     worker.report({"event": "ready"})
     with guarded_output():
         worker.serve(signals)
+    os._exit(0)  # at once: the sweep waits, and to tear down what was imported takes seconds
 
 
 def _import_what_runs_need() -> None:

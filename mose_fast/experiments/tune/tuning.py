@@ -252,12 +252,12 @@ class _Tuning(Experiment):
     def _after_tasks(self, record: CellRecord) -> list[float]:
         """Mean accuracy of a run on the tasks seen after each task, as far as it has come."""
         file = RunFolder(self.folder.run(record.cell.name)).accuracy
-        view = [record.row["classifier"], record.row["expert"]] if record.row else record.progress.get("view")
+        view = (record.row["classifier"], record.row["expert"]) if record.row else record.progress.get("view")
         if view is None or not file.is_file():
             return []
         after: dict[int, list[float]] = defaultdict(list)
         with file.open(encoding="utf-8", newline="") as rows:
             for row in csv.DictReader(rows):
-                if [row["classifier"], row["expert"]] == view:
+                if (row["classifier"], row["expert"]) == view:
                     after[int(row["after_task"])].append(float(row["accuracy"]))
         return [float(np.mean(after[task])) for task in sorted(after)]

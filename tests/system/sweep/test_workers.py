@@ -40,7 +40,8 @@ PACKAGE = Path(mose_fast.__file__).parent
 SEEDS = (0, 1)
 # Small batches, so that there are many moments to be interrupted at.
 CHANGES = {
-    "stream.limit_per_task": 20,
+    "stream.tasks": 2,
+    "stream.limit_per_task": 40,
     "stream.batch": 4,
     "width": 1,
     "memory": 64,
@@ -61,7 +62,9 @@ def alone():
     return hashes
 
 
-SWEEP = "sweep --width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
+SWEEP = (
+    "sweep --width 1 --memory 64 --tasks 2 --limit-per-task 40 --batch 4 --checkpoint-every 2 --seeds 0-1 --device cpu"
+)
 
 
 def start_sweep(out):

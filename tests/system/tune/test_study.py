@@ -4,12 +4,18 @@ import math
 import sqlite3
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from mose_fast.experiments.folder import SweepFolder
+from mose_fast.experiments.forecast import cost_key
+from mose_fast.experiments.place import Place
+from mose_fast.experiments.step_cost import Cost
 from mose_fast.experiments.tune.space import Axis
 from mose_fast.experiments.tune.study import Study
-from mose_fast.learner.named_settings import all_settings
+from mose_fast.experiments.tune.tuning import _Tuning
+from mose_fast.learner.named_settings import all_settings, with_changes
 from mose_fast.runs.files import RunError
 from mose_fast.settings.knob import Search
 
@@ -131,3 +137,53 @@ def test_the_sampler_takes_a_stopped_trial_to_change_as_the_others_did(tmp_path)
         study.tell(study.ask(known=0), values, None if pruned or failed else values[-1], pruned=pruned)
     expected = [study._expected(trial, 4) for trial in study.trials]
     assert expected == pytest.approx([0.6, 0.5, 0.3 - (0.2 + 0.0) / 2, 0.5])
+
+
+class TwoTasksOfThree:
+    """An engine whose runs have poor accuracies in two tasks and go on until they are stopped."""
+
+    def __init__(self):
+        self.waiting, self.running = [], []
+
+    def free(self):
+        return 2 - len(self.running)
+
+    def start(self, command):
+        out = Path(command["out"])
+        out.mkdir()
+        (out / "accuracy.csv").write_text(
+            "classifier,expert,after_task,accuracy\nncm,1,0,0.4\nncm,1,1,0.2\nncm,1,1,0.3\nlinear,1,1,0.9\n"
+        )
+        self.running.append(command["cell"])
+        self.waiting.append({"event": "progress", "batch": 0, "batches": 9, "view": ("ncm", "1")})
+        self.waiting.append({"event": "task", "task": 1, "tasks": 3, "what": "task", "accuracy": 0.25})
+        self.waiting[-2:] = [{**event, "cell": command["cell"]} for event in self.waiting[-2:]]
+
+    def events(self, timeout):
+        assert self.waiting, "the runs are not stopped"
+        found, self.waiting = self.waiting, []
+        return found
+
+    def stop(self, cell):
+        self.running.remove(cell)
+
+    def close(self):
+        pass
+
+
+def test_runs_of_a_hopeless_trial_are_stopped(tmp_path, monkeypatch):
+    folder, engine, told = SweepFolder(tmp_path / "s"), TwoTasksOfThree(), []
+    folder.create()
+    settings = {"method": "er", "memory": 64, "device": "cpu", "stream.tasks": 3}
+    base = with_changes(None, {**settings, "stream.validation": 0.1, "evaluate_on": "validation"})
+    earlier = Study(folder.path / "study.sqlite", AXES, DEFAULTS)
+    for final in (0.6, 0.7, 0.8, 0.9):
+        earlier.tell(earlier.ask(known=0), [1.0, 0.8, final], final, pruned=False)
+    monkeypatch.setattr(_Tuning, "_engine", lambda self, logs, lock: engine)
+    monkeypatch.setattr(_Tuning, "conclude", lambda self: self.study.trials[4])
+    monkeypatch.setattr(
+        "mose_fast.experiments.experiment.measured_costs", lambda *_: {cost_key(base): Cost(1.0, 1, None)}
+    )
+    trial = _Tuning(base, AXES, (0, 1), 5, folder, Place(workers=1), told.append).carry_out()
+    assert engine.running == [] and trial.state.name == "PRUNED"
+    assert trial.intermediate_values == {0: 0.4, 1: 0.25}
