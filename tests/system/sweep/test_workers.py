@@ -185,9 +185,10 @@ def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(folder, engine
 
 @pytest.mark.slow
 def test_one_run_is_stopped_and_the_other_goes_on(folder, engine, alone):
-    for command in commands(folder):
-        engine.start(command)
-    wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
+    other, stopped = commands(folder)
+    engine.start(stopped)
+    engine.start(other)
+    wait_for(lambda: list(folder.path.glob("seed-1/checkpoints/step-*")))
     engine.stop("seed-1")
     ended = until_ended(engine, 2)
     assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}
@@ -196,7 +197,7 @@ def test_one_run_is_stopped_and_the_other_goes_on(folder, engine, alone):
     assert not (folder.run("seed-1") / "results.json").exists()
 
     # As a cluster ends a job: every process gets the signal, or one of them.
-    engine.start(command)
+    engine.start(stopped)
     process = next(worker.process for worker in engine.workers if worker.cell == "seed-1")
     wait_for(lambda: any(event["event"] == "progress" for event in engine.events(0.1)))
     process.send_signal(signal.SIGTERM)
