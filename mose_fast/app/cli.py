@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"mose-fast: cannot use {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
             return 2
         except KeyboardInterrupt as error:
-            return interrupted(error)
+            return interrupted(error, vars(arguments).get("again", ""))
         return _lost(shown, arguments.prints_result) or code
 
 

@@ -126,7 +126,8 @@ def add_flags(parser: argparse.ArgumentParser, names: Collection[str] = tuple(FL
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say where the runs of a sweep compute."""
+    """Adds the flags that say where runs compute, to a command that continues unfinished ones."""
+    parser.set_defaults(again="; to continue, run the same command again")
     place = parser.add_argument_group("parallel runs")
     place.add_argument("--workers", type=int, metavar="N", help="runs at a time on the CPU; they share its cores")
     place.add_argument("--per-gpu", type=int, metavar="N", help="runs at a time on each GPU [1]")

@@ -29,7 +29,7 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line that stays."""
-        self._clear()
+        self.close()
         print(line, file=self.out, flush=True)
 
     def finished(self, record: CellRecord) -> None:
@@ -47,7 +47,7 @@ class Display:
             return
         self.last = now
         size = shutil.get_terminal_size()
-        lines = [self.status()]
+        lines = [self._status()]
         room = max(size.lines - 3, 1)
         running = [record for record in self.records.values() if record.state is CellState.RUNNING]
         width = max((len(record.cell.name) for record in running), default=0)
@@ -60,17 +60,10 @@ class Display:
             lines.append(line)
         if len(running) > room:
             lines.append(f"  and {len(running) - room} more")
-        self._clear()
+        self.close()
         self.out.write("".join(line[: size.columns - 1] + "\n" for line in lines))
         self.out.flush()
         self.drawn = len(lines)
-
-    def status(self) -> str:
-        """One line with the numbers of cells in each state, the time gone and the time left."""
-        states = (CellState.DONE, CellState.RUNNING, CellState.FAILED, CellState.WAITING)
-        counts = ", ".join(f"{self._count(state)} {state.name.lower()}" for state in states)
-        elapsed = time.monotonic() - self.start
-        return f"{counts}; {duration(elapsed)} gone, about {duration(self.left())} left"
 
     def summary(self) -> str:
         """One line for the end: the runs that are done, and time and rate of this sweep's own."""
@@ -80,7 +73,19 @@ class Display:
         done, failed = self._count(CellState.DONE), self._count(CellState.FAILED)
         return f"{done} of {len(self.records)} runs done, {failed} failed; {duration(elapsed)} for {now} of them{rate}"
 
-    def left(self) -> float:
+    def close(self) -> None:
+        """Clears the table."""
+        if self.drawn:
+            self.out.write(f"\x1b[{self.drawn}A\x1b[J")
+            self.drawn = 0
+
+    def _status(self) -> str:
+        states = (CellState.DONE, CellState.RUNNING, CellState.FAILED, CellState.WAITING)
+        counts = ", ".join(f"{self._count(state)} {state.name.lower()}" for state in states)
+        elapsed = time.monotonic() - self.start
+        return f"{counts}; {duration(elapsed)} gone, about {duration(self._left())} left"
+
+    def _left(self) -> float:
         """Seconds left by the forecast, scaled by how well it fitted the runs that are done."""
         taken = expected = 0.0
         remaining = []
@@ -95,14 +100,5 @@ class Display:
         scale = taken / expected if expected else 1.0
         return scale * max([sum(remaining) / self.forecast.runs, *remaining], default=0.0)
 
-    def close(self) -> None:
-        """Clears the table."""
-        self._clear()
-
     def _count(self, state: CellState) -> int:
         return sum(record.state is state for record in self.records.values())
-
-    def _clear(self) -> None:
-        if self.drawn:
-            self.out.write(f"\x1b[{self.drawn}A\x1b[J")
-            self.drawn = 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import selectors
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
 from mose_fast.experiments.mps import MpsServer
-from mose_fast.experiments.protocol import ENDS, Command, Event, Reader, died, how_it_died, send
+from mose_fast.experiments.protocol import ENDS, Command, Event, died, how_it_died
 from mose_fast.processes import python
 
 __all__ = ["Engine", "LocalEngine"]
@@ -41,7 +42,7 @@ class Engine(Protocol):
 @dataclass
 class _Worker:
     process: subprocess.Popen
-    events: Reader
+    pipe: Connection
     began_at: int  # where its part of the log begins
     cell: str | None = None
     ready: bool = False
@@ -54,11 +55,8 @@ class LocalEngine:
     Args:
         gpus: The GPU of each worker process, as CUDA_VISIBLE_DEVICES names it; None: the CPU.
         logs: Folder for what workers print outside of runs; None: it is not kept.
-        lock: File descriptor of the sweep's lock, which the workers inherit, so that they hold the
-            lock as long as they live; None: no lock.
-
-    Raises:
-        ConfigError: There is no such server, or it does not start.
+        lock: Descriptor of the sweep's lock, which workers hold as long as they live; None: none.
+        mps: Whether they compute by a server of CUDA's Multi-Process Service (:class:`MpsServer`).
     """
 
     def __init__(
@@ -71,11 +69,10 @@ class LocalEngine:
         mps: bool = False,
     ) -> None:
         self.gpus, self.threads, self.lock = list(gpus), threads, lock
-        self._temporary = tempfile.TemporaryDirectory() if logs is None else None
-        self.log = (Path(self._temporary.name) if logs is None else logs) / "workers.log"
-        self.workers: list[_Worker | None] = [None] * len(self.gpus)
-        self.selector = selectors.DefaultSelector()
         self.mps = MpsServer() if mps else None
+        # Closed with the engine.
+        self.log = tempfile.TemporaryFile() if logs is None else (logs / "workers.log").open("ab+")  # noqa: SIM115
+        self.workers: list[_Worker | None] = [None] * len(self.gpus)
 
     def free(self) -> int:
         return sum(worker is None or worker.cell is None for worker in self.workers)
@@ -88,17 +85,20 @@ class LocalEngine:
 
     def events(self, timeout: float) -> list[Event]:
         found: list[Event] = []
-        for key, _ in self.selector.select(timeout) if self.selector.get_map() else []:
-            worker: _Worker = key.data
-            for event in worker.events.read():
-                if event["event"] == "ready":
-                    worker.ready = True
-                    continue
-                if event["event"] in ENDS:
-                    worker.cell = None
-                found.append(event)
-            if worker.events.closed:
+        workers = {worker.pipe: worker for worker in filter(None, self.workers)}
+        for pipe in wait(workers, timeout):
+            worker = workers[pipe]
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):
                 found += self._on_death(worker)
+                continue
+            if event["event"] == "ready":
+                worker.ready = True
+                continue
+            if event["event"] in ENDS:
+                worker.cell = None
+            found.append(event)
         return found
 
     def stop(self, cell: str | None = None) -> None:
@@ -108,37 +108,32 @@ class LocalEngine:
 
     def close(self) -> None:
         for worker in filter(None, self.workers):
-            self.selector.unregister(worker.process.stdout)
-            worker.process.stdin.close()  # then the worker kills its child and ends
+            worker.pipe.close()  # then the worker kills its child and ends
         for worker in filter(None, self.workers):
             try:
                 worker.process.wait(10)
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-            worker.process.stdout.close()
         self.workers = [None] * len(self.gpus)
-        self.selector.close()
         if self.mps is not None:
             self.mps.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        self.log.close()
 
     def _launch(self, gpu: str | None) -> _Worker:
-        with open(self.log, "ab") as log:
-            began_at = log.tell()
+        began_at = os.fstat(self.log.fileno()).st_size
+        pipe, its_end = Pipe()
+        with its_end:
             process = subprocess.Popen(
                 python("mose_fast.experiments.worker", "--threads", str(self.threads)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
+                stdin=its_end,
+                stdout=self.log,
+                stderr=self.log,
                 env=self._environment(gpu),
                 pass_fds=() if self.lock is None else (self.lock,),
                 start_new_session=True,  # the terminal's Ctrl-C goes to the sweep alone
             )
-        worker = _Worker(process, Reader(process.stdout.fileno()), began_at)
-        self.selector.register(process.stdout, selectors.EVENT_READ, worker)
-        return worker
+        return _Worker(process, pipe, began_at)
 
     def _environment(self, gpu: str | None) -> dict[str, str]:
         """A worker's environment: its threads are known before torch is imported."""
@@ -150,13 +145,12 @@ class LocalEngine:
         return {**os.environ, **environment, **({} if self.mps is None else self.mps.environment)}
 
     def _send(self, worker: _Worker, command: Command) -> None:
-        with suppress(BrokenPipeError):  # it has died, which events() will report
-            send(worker.process.stdin.fileno(), command)
+        with suppress(OSError):  # it has died, which events() will report
+            worker.pipe.send(command)
 
     def _on_death(self, worker: _Worker) -> list[Event]:
         """A worker has ended by itself, and its run with it. The next command starts another."""
-        self.selector.unregister(worker.process.stdout)
-        worker.process.stdout.close()
+        worker.pipe.close()
         status = worker.process.wait()
         self.workers[self.workers.index(worker)] = None
         signal = -status if status < 0 else None
@@ -164,6 +158,8 @@ class LocalEngine:
             return []
         if worker.ready:
             return [died(worker.cell, signal)]
-        said = self.log.read_bytes()[worker.began_at :].decode(errors="replace").splitlines()
+        # By its place, since the workers write at the file's position.
+        text = os.pread(self.log.fileno(), 2**20, worker.began_at)
+        said = text.decode(errors="replace").splitlines()
         reason = f"said: {said[-1]}" if said and signal is None else how_it_died(signal)
         return [{"event": "failed", "cell": worker.cell, "error": f"a worker process {reason}, when it started"}]

@@ -22,7 +22,9 @@ __all__ = ["SweepFolder", "first_difference"]
 
 
 class SweepFolder:
-    """A sweep's folder. The run folders lie in it, beside the files named here."""
+    """A sweep's folder. The run folders lie in it, beside the plan, the cells' configurations for
+    ``mose-fast run --config``, and what each cell has printed.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -31,23 +33,16 @@ class SweepFolder:
         self.logs = self.path / "logs"
 
     def run(self, name: str) -> Path:
-        """Run folder of a cell."""
         return self.path / name
 
     def config(self, name: str) -> Path:
-        """Configuration of a cell, for ``mose-fast run --config``."""
         return self.configs / f"{name}.json"
 
     def log(self, name: str) -> Path:
-        """What a cell has printed."""
         return self.logs / f"{name}.log"
 
     def create(self) -> None:
-        """Makes the folders.
-
-        Raises:
-            RunError: They cannot be written.
-        """
+        """Makes the folders; RunError if they cannot be written."""
         try:
             for folder in (self.path, self.configs, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -55,12 +50,8 @@ class SweepFolder:
             raise self._cannot_write(error) from error
 
     def tidy(self, cells: Iterable[Cell]) -> None:
-        """Deletes the files that a killed sweep left half written. The caller holds the folder's
-        lock.
-
-        Raises:
-            RunError: A file with the name of a cell's configuration is none, or a file cannot be
-                deleted.
+        """Deletes the files that a killed sweep left half written; the caller holds the folder's
+        lock. RunError if a file with the name of a cell's configuration is none.
         """
         for cell in cells:
             file = self.config(cell.name)
@@ -94,22 +85,18 @@ class SweepFolder:
         return plan
 
     def with_known_names(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells, each of which takes the name of the run folder that holds its run, if there is
-        one.
-
-        The name of a cell depends on the whole grid, while its settings do not. So a larger grid
-        finds the runs of a smaller one.
+        """The cells, with the name of the run folder that holds their run where there is one: the
+        names depend on the whole grid, and a larger grid finds the runs of a smaller one.
         """
-        there: dict[tuple[str, int], list[str]] = {}
+        there: dict[RunConfig, list[str]] = {}  # configurations are equal whatever the fingerprint
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
             with suppress(ConfigError):
                 if (path / "config.json").is_file():
-                    there.setdefault(_key(RunConfig.load(path / "config.json")), []).append(path.name)
-        taken = {name for cell in cells for name in there.get(_key(cell.config), [])}
+                    there.setdefault(RunConfig.load(path / "config.json"), []).append(path.name)
+        taken = {name for cell in cells for name in there.get(cell.config, [])}
 
         def name(cell: Cell) -> str:
-            known = there.get(_key(cell.config), [])
-            if known:
+            if known := there.get(cell.config, []):
                 return cell.name if cell.name in known else known[0]
             # Where the name is a count of cells of the same name, another cell's folder may have
             # it.
@@ -150,25 +137,12 @@ class SweepFolder:
         if not files.results.is_file():
             return None
         row, results = read_run(files.path)
-        self.check_method(cell, results)
-        return row
-
-    def check_method(self, cell: Cell, results: Mapping[str, Any]) -> None:
-        """Refuses the finished run of a cell that another version of its method computed.
-
-        Raises:
-            RunError: The method's files have changed; the message names them.
-        """
-        now = method_files(find_method(cell.config.method))
-        if edited := method_changes(results["method_files"], now):
+        if edited := method_changes(results["method_files"], method_files(find_method(cell.config.method))):
             raise RunError(
-                f"{self.run(cell.name)} holds a run of another version of its method ({edited}); put the earlier file"
+                f"{files.path} holds a run of another version of its method ({edited}); put the earlier file"
                 " back, choose another --out, or delete the folders of its runs to repeat them"
             )
-
-
-def _key(config: RunConfig) -> tuple[str, int]:
-    return setting_id(config), config.seed
+        return row
 
 
 def first_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

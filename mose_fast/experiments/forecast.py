@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mose_fast.runs.files import RunError
 from mose_fast.runs.store import STORE, read_store
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["Forecast", "cost_key", "duration", "estimated_cost", "measured_costs", "most_expensive", "stored_costs"]
+__all__ = ["Forecast", "cost_key", "declared_cost", "duration", "estimated_cost", "measured_costs", "stored_costs"]
 
 
 def cost_key(config: RunConfig) -> str:
@@ -51,17 +51,12 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
 
 
 def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: float | None = None) -> dict[str, Cost]:
-    """Measures one run of each configuration in the workers. As many are measured at the same time
-    as the sweep will run, since they slow each other down.
+    """Measures one run of each configuration in the workers, as many at the same time as the sweep
+    will run, since they slow each other down. RunError if one cannot start.
 
     Args:
         budget: Seconds after which the others are left out, and those in progress abandoned in the
-            engine; one is measured in any case. One of each method on each stream is measured
-            first, ER before all others and cheap ones before expensive ones. None: all are
-            measured.
-
-    Raises:
-        RunError: A run cannot start; holds its message.
+            engine; one is measured in any case. None: all are measured.
     """
     costs: dict[str, Cost] = {}
     waiting = _order(configs) if budget is not None else list(configs)
@@ -80,10 +75,8 @@ def measured_costs(configs: Mapping[str, RunConfig], engine: Engine, budget: flo
             elif event["event"] == "done":
                 running.discard(event["cell"])
             else:
-                reason = (
-                    event.get("error") or f"its process {how_it_died(event.get('signal'))}; does it have enough memory?"
-                )
-                raise RunError(f"the first steps of a run cannot be measured: {reason}")
+                died = f"its process {how_it_died(event.get('signal'))}; does it have enough memory?"
+                raise RunError(f"the first steps of a run cannot be measured: {event.get('error') or died}")
     return costs
 
 
@@ -99,32 +92,29 @@ def estimated_cost(key: str, known: Mapping[str, Cost]) -> Cost:
         return *kind, there["method"] != _UNIT, sum(there.get(name) != value for name, value in wanted.items())
 
     nearest = min(known, key=distance)
-    factor = _declared(wanted) / _declared(json.loads(nearest))
+    factor = declared_cost(key) / declared_cost(nearest)
     return dataclasses.replace(known[nearest], seconds=factor * known[nearest].seconds, source="estimated")
-
-
-def most_expensive(keys: Iterable[str]) -> str:
-    """The key, of :func:`cost_key`, of the run with the highest declared cost."""
-    return max(keys, key=lambda key: _declared(json.loads(key)))
 
 
 # Declared costs are multiples of this method's. GDumb's are smaller, but it trains outside steps.
 _UNIT = "er"
 
 
-def _declared(values: Mapping[str, Any]) -> float:
+def declared_cost(key: str) -> float:
+    """The declared cost of the runs with a :func:`cost_key`, in arbitrary units."""
+    values = json.loads(key)
     return find_method(values["method"]).about.cost * values["epochs"]
 
 
 def _order(configs: Mapping[str, RunConfig]) -> list[str]:
     """First one of each kind of run, ER's before all, and cheap ones before expensive ones."""
-    costs = {key: _declared(json.loads(key)) for key in configs}
-    ranks: dict[tuple[Any, ...], int] = {}
-    order: dict[str, tuple[int, bool, float]] = {}
+    costs = {key: declared_cost(key) for key in configs}
+    kinds: set[tuple[Any, ...]] = set()
+    order: dict[str, tuple[bool, bool, float]] = {}
     for key in sorted(configs, key=costs.__getitem__):
         kind = tuple(json.loads(key)[name] for name in ("stream.name", "train_on", "method"))
-        ranks[kind] = ranks.get(kind, -1) + 1
-        order[key] = min(ranks[kind], 1), ranks[kind] > 0 or kind[-1] != _UNIT, costs[key]
+        order[key] = kind in kinds, kind in kinds or kind[-1] != _UNIT, costs[key]
+        kinds.add(kind)
     return sorted(configs, key=order.__getitem__)
 
 
@@ -145,13 +135,12 @@ class Forecast:
 
     @property
     def compute_seconds(self) -> float:
-        """Sum over all runs that remain."""
         return sum(cost.seconds for cost in self.costs.values())
 
     @property
     def seconds(self) -> float:
         """Seconds until the end: all runs spread evenly, but at least the longest one."""
-        return max([self.compute_seconds / self.runs, *(cost.seconds for cost in self.costs.values())], default=0.0)
+        return max([self.compute_seconds / self.runs, *(cost.seconds for cost in self.costs.values())])
 
     @property
     def bytes(self) -> int:
@@ -164,11 +153,7 @@ class Forecast:
         return self.available // max((cost.bytes for cost in self.costs.values()), default=1)
 
     def check_memory(self) -> None:
-        """Checks that the runs fit.
-
-        Raises:
-            ConfigError: They need more memory than is free; the message says how many fit.
-        """
+        """ConfigError if the runs need more memory than is free."""
         if self.bytes > self.available:
             raise ConfigError(
                 f"{self.runs} runs at a time need {_gigabytes(self.bytes)} of memory, and {_gigabytes(self.available)}"

@@ -7,9 +7,9 @@ import json
 import math
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from mose_fast.learner.named_settings import (
     with_absolute_paths,
     with_changes,
 )
-from mose_fast.settings.knob import Setting, plain
+from mose_fast.settings.knob import plain
 from mose_fast.settings.run import ConfigError, RunConfig, read_table, shown
 
 # Largest number of runs or seeds of a sweep. More are a typing error, and planning them would take
 # minutes.
 _MOST_RUNS = 10_000
 
-__all__ = ["Cell", "Grid", "axes_of", "folder_name", "read_axes", "read_file", "read_seeds"]
+__all__ = ["Cell", "axes_of", "folder_name", "grid_cells", "read_axes", "read_file", "read_seeds"]
 
 
 @dataclass(frozen=True)
@@ -48,77 +48,57 @@ class Cell:
     @property
     def label(self) -> str:
         """The values that the grid sets, without the seed, as readable text."""
-        return (
-            " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in self.values.items() if name != "seed")
-            or "only the seed varies"
-        )
+        return _told({n: v for n, v in self.values.items() if n != "seed"}) or "only the seed varies"
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The settings that vary, and those that are the same in all runs.
+def grid_cells(
+    axes: Mapping[str, tuple[Any, ...]], changes: Mapping[str, Any], base: RunConfig | None = None
+) -> list[Cell]:
+    """All runs of a grid; ConfigError if it is empty, names a setting twice, or holds a value that
+    a run cannot use. The seed varies slowest, so that the first runs cover all settings.
 
-    Attributes:
+    Args:
         axes: Values of the settings that vary, by dotted name.
         changes: Values that differ from ``base`` in every run, by dotted name.
         base: Configuration that all runs start from; None: the defaults.
     """
-
-    axes: Mapping[str, tuple[Any, ...]]
-    changes: Mapping[str, Any]
-    base: RunConfig | None = None
-
-    def cells(self) -> list[Cell]:
-        """All runs. The seed varies slowest, so that the first runs cover all settings.
-
-        Raises:
-            ConfigError: The grid is empty, names one setting twice, or holds a value that a run
-                cannot use.
-        """
-        if not self.axes:
+    if not axes:
+        raise ConfigError(
+            "the grid is empty; wanted a setting with values: --grid NAME=V1,V2, --seeds 0-4, or [grid] in the file"
+        )
+    for name, values in axes.items():
+        if not values:
+            raise ConfigError(f"the grid has no values for {name}; wanted at least one")
+        if name in changes:
+            raise ConfigError(f"{name} is set to {changes[name]!r} and is in the grid, too; wanted one of them")
+        repeated = [value for i, value in enumerate(values) if value in values[:i]]
+        if repeated:
+            raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
+    runs = math.prod(map(len, axes.values()))
+    if runs > _MOST_RUNS:
+        sizes = ", ".join(f"{name} {len(values):,}" for name, values in axes.items())
+        raise ConfigError(f"the grid has {runs:,} runs (values: {sizes}); wanted at most {_MOST_RUNS:,}")
+    order = sorted(axes, key=lambda name: name != "seed")
+    cells = []
+    for point in itertools.product(*(axes[name] for name in order)):
+        chosen = dict(zip(order, point, strict=True))
+        values = {name: chosen[name] for name in sorted(axes, key=lambda name: name == "seed")}
+        try:
+            config = with_absolute_paths(with_changes(base, {**changes, **values}))
+        except ConfigError as error:
+            raise ConfigError(f"in the cell {_told(values)}: {error}") from error
+        cells.append(Cell(folder_name(values), config, values))
+    apart = {"seed"}.union(*map(telling_apart, {cell.config.method for cell in cells}))
+    for name in axes:
+        if name not in apart:
             raise ConfigError(
-                "the grid is empty; wanted a setting with values: --grid NAME=V1,V2, --seeds 0-4, or [grid] in the file"
+                f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
             )
-        for name, values in self.axes.items():
-            if not values:
-                raise ConfigError(f"the grid has no values for {name}; wanted at least one")
-            if name in self.changes:
-                raise ConfigError(
-                    f"{name} is set to {self.changes[name]!r} and is in the grid, too; wanted one of them"
-                )
-            repeated = [value for i, value in enumerate(values) if value in values[:i]]
-            if repeated:
-                raise ConfigError(f"the grid has {name} = {repeated[0]!r} twice; wanted each value once")
-        runs = math.prod(map(len, self.axes.values()))
-        if runs > _MOST_RUNS:
-            sizes = ", ".join(f"{name} {len(values):,}" for name, values in self.axes.items())
-            raise ConfigError(f"the grid has {runs:,} runs (values: {sizes}); wanted at most {_MOST_RUNS:,}")
-        order = sorted(self.axes, key=lambda name: name != "seed")
-        cells = []
-        for point in itertools.product(*(self.axes[name] for name in order)):
-            chosen = dict(zip(order, point, strict=True))
-            values = {name: chosen[name] for name in sorted(self.axes, key=lambda name: name == "seed")}
-            try:
-                config = with_absolute_paths(with_changes(self.base, {**self.changes, **values}))
-            except ConfigError as error:
-                shown = " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
-                raise ConfigError(f"in the cell {shown}: {error}") from error
-            cells.append(Cell(folder_name(values), config, values))
-        apart = {"seed"}.union(*map(telling_apart, {cell.config.method for cell in cells}))
-        for name in self.axes:
-            if name not in apart:
-                raise ConfigError(
-                    f"{name} is in the grid; wanted it the same for all runs, since it must not change their results"
-                )
-        return _with_unique_names(cells)
+    return _with_unique_names(cells)
 
 
 def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them.
-
-    Raises:
-        ConfigError: A name is unknown (with near matches) or given twice.
-    """
+    """Reads axes from texts ``NAME=V1,V2,...`` as ``--grid`` takes them."""
     axes: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, values = assignment(text, "--grid")
@@ -132,11 +112,7 @@ def read_axes(texts: Iterable[str], methods: Sequence[str]) -> dict[str, tuple[A
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
-    """Reads seeds from a text such as ``0-14`` or ``0,1,5-9``.
-
-    Raises:
-        ConfigError: The text is no such list.
-    """
+    """Reads seeds from a text such as ``0-14`` or ``0,1,5-9``; ConfigError if it is none."""
     seeds: list[int] = []
     for part in str(text).split(","):
         found = re.fullmatch(r"\s*([0-9]{1,19})(?:\s*-\s*([0-9]{1,19}))?\s*", part)
@@ -152,29 +128,18 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 def read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a ``.toml`` or ``.json`` file; returns its settings, which are those of
-    ``run --config``, and its table ``grid``.
-
-    Raises:
-        ConfigError: The file cannot be read or is no TOML or JSON; the message names it.
+    ``run --config``, and its table ``grid``. ConfigError, which names the file, if it is none.
     """
     path = Path(path)
     values = read_table(path, "the sweep")
     if not isinstance(values, dict) or not isinstance(values.get("grid", {}), dict):
         raise ConfigError(f"{path}: wanted settings and a table [grid]")
-    grid = values.pop("grid", {})
-    return values, grid
+    return values, values.pop("grid", {})
 
 
 def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict[str, tuple[Any, ...]]:
     """Reads axes from a mapping of names to values. Texts are read as on the command line; seeds
-    may be given as ranges.
-
-    Args:
-        owner: Name of what holds the grid, for messages.
-
-    Raises:
-        ConfigError: A name is unknown (with near matches) or given twice, or its values are no
-            list.
+    may be given as ranges. ``owner`` holds the grid, for the ConfigError on an unusable one.
     """
     axes: dict[str, tuple[Any, ...]] = {}
     for name, values in grid.items():
@@ -182,23 +147,20 @@ def axes_of(grid: Mapping[str, Any], methods: Sequence[str], owner: str) -> dict
             for inner, inner_values in values.items():
                 _add_axis(axes, f"{name}.{inner}", inner_values, methods, owner)
         else:
-            _add_axis(
-                axes, name, read_seeds(values) if name == "seed" and isinstance(values, str) else values, methods, owner
-            )
+            seeds = name == "seed" and isinstance(values, str)
+            _add_axis(axes, name, read_seeds(values) if seeds else values, methods, owner)
     return axes
 
 
 def _add_axis(axes: dict[str, tuple[Any, ...]], name: str, values: Any, methods: Sequence[str], owner: str) -> None:
-    known: dict[str, Setting] = {}
-    for method in methods:
-        known = {**all_settings(method), **known}
+    # The first of the methods tells what a name means.
+    known = {name: setting for method in reversed(methods) for name, setting in all_settings(method).items()}
     setting = full_name(name, known, owner)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{owner} {name} is {shown(values)}; wanted a list of values")
     if setting in axes:
         raise ConfigError(f"{owner} names {name} twice; wanted all its values together")
-    plain_values = map(plain, values)
-    axes[setting] = tuple(read_value(known[setting], v) if isinstance(v, str) else v for v in plain_values)
+    axes[setting] = tuple(read_value(known[setting], v) if isinstance(v, str) else v for v in map(plain, values))
 
 
 def _short_name(setting: str) -> str:
@@ -211,6 +173,10 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
+def _told(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{_short_name(name)}={_shown(value)}" for name, value in values.items())
+
+
 def folder_name(values: Mapping[str, Any]) -> str:
     """Name of a cell's folder, made from the values that the grid sets by dotted name."""
     parts = (f"{_short_name(name)}-{_shown(value)}" for name, value in values.items())
@@ -220,11 +186,8 @@ def folder_name(values: Mapping[str, Any]) -> str:
 def _with_unique_names(cells: list[Cell]) -> list[Cell]:
     """Numbers cells of the same name, such as of equally named data files in different folders."""
     counts = Counter(cell.name for cell in cells)
-    used: Counter[str] = Counter()
-    unique = []
-    for cell in cells:
-        used[cell.name] += 1
-        unique.append(
-            Cell(f"{cell.name}_{used[cell.name]}", cell.config, cell.values) if counts[cell.name] > 1 else cell
-        )
-    return unique
+    numbers = defaultdict(lambda: itertools.count(1))
+    return [
+        cell if counts[cell.name] == 1 else replace(cell, name=f"{cell.name}_{next(numbers[cell.name])}")
+        for cell in cells
+    ]

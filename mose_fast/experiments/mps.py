@@ -33,15 +33,11 @@ _PATIENCE = 15
 
 
 class MpsServer:
-    """A server of its own, apart from others of this machine by its private temporary folder.
-
-    It ends with :meth:`close`, and also when this process is killed.
+    """A server of its own, apart from others of this machine by its private temporary folder. It
+    ends with :meth:`close`, and also when this process is killed. ConfigError if none starts.
 
     Attributes:
         environment: What a process needs in its environment to compute by the server.
-
-    Raises:
-        ConfigError: The program is not on PATH, or starts no server.
     """
 
     def __init__(self) -> None:

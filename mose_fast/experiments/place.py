@@ -23,15 +23,8 @@ __all__ = ["Layout", "Place"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sweep computes.
-
-    Attributes:
-        workers: Number of runs at the same time on the CPU; with Ray, the largest number anywhere.
-            None: as many as cores, memory and cluster allow.
-        per_gpu: Number of runs at the same time on each GPU, each a process; None: 1.
-        address: Address of the Ray cluster: ``HOST:PORT``, ``auto`` or ``local``.
-        mps: Whether runs on one GPU compute at the same time, by a server of CUDA's Multi-Process
-            Service that the sweep starts and ends; otherwise they take turns.
+    """Where a sweep computes: the arguments of :func:`mose_fast.run_sweep`. With Ray, ``workers``
+    is the largest number of runs anywhere.
     """
 
     workers: int | None = None
@@ -69,11 +62,7 @@ class Layout:
 
     @classmethod
     def of(cls, cells: Sequence[Cell], place: Place) -> Layout:
-        """The layout for some cells.
-
-        Raises:
-            ConfigError: The cells cannot compute there.
-        """
+        """The layout for some cells; ConfigError if they cannot compute there."""
         device, cores = _device(cells[0], place), usable_cores()
         if place.mps and (device == "cpu" or place.engine != "local"):
             raise ConfigError(
@@ -94,20 +83,12 @@ class Layout:
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads of each run: a share of the cores, at most ``OMP_NUM_THREADS`` and
-        :attr:`most_threads`.
-        """
+        """CPU threads of each run: a share of the cores, limited by ``OMP_NUM_THREADS``."""
         share = max(1, self.cores // self.runs)
         return min(share, thread_limit(os.environ) or share, self.most_threads or share)
 
-    def engine(self, folder: Path, logs: Path, lock: int | None) -> Engine:
-        """An engine for the sweep in ``folder``; workers print to ``logs`` and inherit the
-        descriptor ``lock`` of the sweep's lock.
-
-        Raises:
-            ConfigError: Ray is not installed.
-            RunError: There is no such Ray cluster, or it has no room.
-        """
+    def engine(self, folder: Path, logs: Path | None, lock: int | None) -> Engine:
+        """An engine for the sweep in ``folder``: :class:`LocalEngine` or :class:`RayEngine`."""
         if self.place.engine == "ray":
             share = 1 / (self.place.per_gpu or 1) if self.device == "cuda" else 0.0
             return RayEngine(self.place.address, self.place.workers, self.threads, share, folder)

@@ -1,6 +1,7 @@
-"""The messages between a sweep and its worker processes: JSON objects, one per line of a pipe.
+"""The messages between a sweep and its worker processes: dictionaries, sent by a
+:class:`multiprocessing.connection.Connection`, which is a worker's stdin.
 
-A worker takes commands from its stdin. ``do`` names the command:
+A worker takes commands. ``do`` names the command:
 
 - ``run``: begin or continue the run of ``cell`` with the file ``config``, in the run folder
   ``out``; append what it prints to the file ``log``. ``afresh``: ignore its checkpoints. ``wandb``:
@@ -8,7 +9,7 @@ A worker takes commands from its stdin. ``do`` names the command:
 - ``measure``: estimate what a run with the configuration ``config`` costs, for ``cell``.
 - ``stop``: let the run of ``cell``, or every run where that is None, write a checkpoint and stop.
 
-It writes events of a ``cell`` to its stdout. ``event`` names the kind:
+It sends events of a ``cell``. ``event`` names the kind:
 
 - ``progress``: the run has trained on ``batch`` of its ``batches``. The first one also has
   ``view``, the classifier and the expert of ``predict()``.
@@ -27,11 +28,9 @@ A worker's first event has no cell: ``ready`` for commands.
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
-__all__ = ["ENDS", "Command", "Event", "Reader", "died", "how_it_died", "send"]
+__all__ = ["ENDS", "Command", "Event", "died", "how_it_died"]
 
 #: Kinds of the event that ends a command.
 ENDS = frozenset({"done", "stopped", "failed", "died"})
@@ -46,30 +45,4 @@ def died(cell: str, signal: int | None = None) -> Event:
 
 
 def how_it_died(signal: int | None) -> str:
-    """What is said of a process that ended without an event."""
     return "ended without a message" if signal is None else f"was killed by signal {signal}"
-
-
-def send(pipe: int, message: Command | Event) -> None:
-    """Writes a message to a pipe.
-
-    Raises:
-        BrokenPipeError: Nobody reads from it any more.
-    """
-    data = (json.dumps(message) + "\n").encode()
-    while data:
-        data = data[os.write(pipe, data) :]
-
-
-class Reader:
-    """Reads messages from a pipe, as they arrive."""
-
-    def __init__(self, pipe: int) -> None:
-        self.pipe, self.closed, self._rest = pipe, False, b""
-
-    def read(self) -> list[Any]:
-        """The messages that have arrived; waits until something arrives or the pipe is closed."""
-        part = os.read(self.pipe, 65536)
-        self.closed = not part
-        *lines, self._rest = (self._rest + part).split(b"\n")
-        return [json.loads(line) for line in lines]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -25,25 +26,17 @@ from mose_fast.threads import usable_cores
 
 __all__ = ["RayEngine"]
 
-# Seconds until an address counts as unreachable.
-_PATIENCE = 5.0
-
-# Seconds that a run has to write its checkpoint when its task is ended.
-_GRACE = 20.0
+# Seconds until an address counts as unreachable, and for a run to write its checkpoint when its
+# task is ended.
+_PATIENCE, _GRACE = 5.0, 20.0
 
 
 class RayEngine:
     """Runs commands as tasks of a Ray cluster.
 
     Args:
-        address: Address of the cluster, ``HOST:PORT`` or ``auto``; ``local`` starts one on this
-            machine.
         runs: Largest number of runs at the same time; None: as many as the cluster has room for.
         gpus: Share of a GPU that each run gets, 0 for the CPU.
-
-    Raises:
-        ConfigError: Ray is not installed.
-        RunError: There is no cluster at the address, or it has no room for a single run.
     """
 
     def __init__(self, address: str, runs: int | None, threads: int, gpus: float, folder: Path) -> None:
@@ -60,7 +53,7 @@ class RayEngine:
             ) from error
         self.ray = ray
         _check_reachable(address)
-        self.token = (folder / "sweep.json").absolute()
+        self.token = str((folder / "sweep.json").absolute())
         started = {"include_dashboard": False, "num_cpus": usable_cores()} if address == "local" else {}
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
@@ -72,14 +65,13 @@ class RayEngine:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise RunError(f"cannot reach a Ray cluster at {address}: {error}") from error
         resources = ray.cluster_resources()
-        fitting = int(resources.get("CPU", 0) // threads)
-        if gpus:
-            fitting = min(fitting, int(resources.get("GPU", 0) / gpus))
+        there = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+        fitting = min(int(there["CPU"] // threads), int(there["GPU"] / gpus) if gpus else sys.maxsize)
         if fitting < 1:
             ray.shutdown()
             raise RunError(
-                f"the Ray cluster at {address} has {resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g}"
-                f" GPUs; one run wants {threads} and {gpus:g}"
+                f"the Ray cluster at {address} has {there['CPU']:g} CPUs and {there['GPU']:g} GPUs; one run wants"
+                f" {threads} and {gpus:g}"
             )
         self.runs = fitting if runs is None else min(runs, fitting)
         self.threads = threads
@@ -92,7 +84,7 @@ class RayEngine:
         return self.runs - len(self.running)
 
     def start(self, command: Command) -> None:
-        self.running[self.task.remote(command, self.threads, str(self.token), self.queue)] = command["cell"]
+        self.running[self.task.remote(command, self.threads, self.token, self.queue)] = command["cell"]
 
     def events(self, timeout: float) -> list[Event]:
         finished: list[Any] = []

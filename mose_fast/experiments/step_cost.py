@@ -45,15 +45,11 @@ class Cost:
 
 
 def measure(config: RunConfig, budget: float = 2.0) -> Cost:
-    """Times steps early and late in the stream, the end of a task late in it and a part of an
-    evaluation, and estimates the whole run from them.
+    """Times steps early and late in the stream, half of the ``budget`` in seconds each, the end of
+    a task late in it and a part of an evaluation, and estimates the whole run from them.
 
     Steps take longer the more classes have been seen; the growth is assumed to be linear. A run
     shorter than the budget is trained to its end.
-
-    Args:
-        config: The run's configuration; its stream is loaded.
-        budget: Seconds for the steps, half of them early and half of them late.
     """
     settle(resolve_device(config.device))  # once for a GPU, and no part of a run
     start = time.perf_counter()
@@ -67,13 +63,9 @@ def measure(config: RunConfig, budget: float = 2.0) -> Cost:
         training = _training(config, stream, learner, budget)
         evaluating = _evaluating(config, stream, learner)
     device = torch.cuda.max_memory_allocated(learner.device) if learner.device.type == "cuda" else None
-    return Cost(setting_up + training + evaluating, own_bytes(), device)
-
-
-def own_bytes() -> int:
-    """Peak memory of this process in bytes, without file pages, which it shares with siblings."""
-    # psutil knows the shared memory on Linux only.
-    return max(peak_bytes() - getattr(psutil.Process().memory_info(), "shared", 0), 1)
+    # Without file pages, which it shares with its siblings; psutil knows them on Linux only.
+    shared = getattr(psutil.Process().memory_info(), "shared", 0)
+    return Cost(setting_up + training + evaluating, max(peak_bytes() - shared, 1), device)
 
 
 def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float) -> float:

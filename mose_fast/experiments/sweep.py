@@ -13,24 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from mose_fast.experiments.cells import CellRecord, CellState, Failure
-from mose_fast.experiments.dispatch import CellLoop
 from mose_fast.experiments.experiment import Experiment, with_fingerprints
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.forecast import (
-    Forecast,
-    cost_key,
-    duration,
-    estimated_cost,
-    measured_costs,
-    most_expensive,
-    stored_costs,
-)
-from mose_fast.experiments.grid import Cell, Grid, axes_of
+from mose_fast.experiments.forecast import Forecast, declared_cost, measured_costs
+from mose_fast.experiments.grid import Cell, axes_of, grid_cells
 from mose_fast.experiments.place import Place
-from mose_fast.experiments.step_cost import Cost
 from mose_fast.learner.named_settings import dotted
 from mose_fast.learner.registry import check_unchanged
 from mose_fast.methods import find_method
@@ -38,7 +26,7 @@ from mose_fast.output import guarded_output
 from mose_fast.runs.files import write_atomically
 from mose_fast.runs.store import read_store
 from mose_fast.settings.knob import plain
-from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
+from mose_fast.settings.run import RunConfig, StreamConfig
 
 if TYPE_CHECKING:
     import pandas
@@ -51,8 +39,8 @@ class Outcome:
     """The result of a sweep.
 
     Attributes:
-        table: One row per finished cell, with the columns of
-            :func:`mose_fast.runs.store.read_store`; None after a dry run.
+        table: One row per finished cell, as of :func:`mose_fast.runs.store.read_store`; None after
+            a dry run.
         failures: Why cells have no result.
         folders: Name of the run folder by name of the cell as it was given: an earlier grid may
             have given it another name.
@@ -117,7 +105,7 @@ def run_sweep(
     methods = lists.get("method") or [changes.get("method", RunConfig.method)]
     axes = axes_of(lists, methods, "grid")
     place = Place(workers, per_gpu, gpus, engine, address, mps)
-    outcome = run_grid(Grid(axes, changes), out, place)
+    outcome = run_grid(grid_cells(axes, changes), out, place)
     if outcome.failures:
         warnings.warn("\n".join(map(str, outcome.failures)), stacklevel=2)
     table = outcome.table
@@ -130,7 +118,7 @@ def run_sweep(
 
 @guarded_output()
 def run_grid(
-    grid: Grid | Sequence[Cell],
+    cells: Sequence[Cell],
     out: str | Path,
     place: Place | None = None,
     *,
@@ -140,85 +128,52 @@ def run_grid(
     say: Callable[[str], None] = print,
     on_done: Callable[[Mapping[str, str]], None] = lambda folders: None,
 ) -> Outcome:
-    """Plans and runs a sweep. An unfinished sweep is continued.
+    """Plans and runs a sweep, or continues it; for what it raises see :func:`run_sweep`.
 
     Args:
-        grid: All combinations of a grid, or the cells themselves, with different names.
+        cells: The runs, with different names (:func:`.grid.grid_cells`).
         measure_for: Seconds for measuring the first steps of runs; what could not be measured then
             is estimated from the rest. None: every kind of run is measured.
         on_done: Called after each run that has finished, with :attr:`Outcome.folders`.
-
-    Raises:
-        ConfigError: A setting, a value or the place is unusable; nothing has started.
-        RunError: The folder is in use, holds other runs, or cannot be written.
-        Interrupted: Ctrl-C, SIGTERM or SIGHUP; unfinished runs have written a checkpoint.
     """
-    sweep = _Sweep(
-        grid.cells() if isinstance(grid, Grid) else grid, SweepFolder(out), place or Place(), measure_for, say
-    )
-    if dry_run:
-        sweep.dry_run()
-        return Outcome(None, (), sweep.folders, sweep.forecast)
-    with sweep.locked() as lock:
-        table, failures = sweep.run(lock, wandb, lambda: on_done(sweep.folders))
+    sweep = _Sweep(cells, SweepFolder(out), place or Place(), say)
+    sweep.measure_for, sweep.wandb, sweep.on_done = measure_for, wandb, lambda: on_done(sweep.folders)
+    table, failures = sweep.carry_out(dry_run=dry_run) or (None, ())
     return Outcome(table, failures, sweep.folders, sweep.forecast)
 
 
 class _Sweep(Experiment):
     """One sweep in progress."""
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        folder: SweepFolder,
-        place: Place,
-        measure_for: float | None,
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, cells: Sequence[Cell], folder: SweepFolder, place: Place, say: Callable[[str], None]) -> None:
         for learner in {find_method(cell.config.method) for cell in cells}:
             check_unchanged(learner)
         super().__init__(cells, folder, place, say)
-        self.measure_for, self.chosen = measure_for, place.workers is not None
         given = with_fingerprints(cells, place)
-        self.cells = folder.with_known_names(given)
-        self.records = {cell.name: CellRecord(cell) for cell in self.cells}
-        self.folders = {cell.name: found.name for cell, found in zip(given, self.cells, strict=True)}
+        found = folder.with_known_names(given)
+        self.records = {cell.name: CellRecord(cell) for cell in found}
+        self.folders = {cell.name: there.name for cell, there in zip(given, found, strict=True)}
 
-    def _in_state(self, state: CellState) -> list[CellRecord]:
-        return [record for record in self.records.values() if record.state is state]
-
-    def find_done(self) -> None:
+    def begin(self) -> None:
         for record in self.records.values():
-            record.find_done(self.folder, self.layout.threads)
+            self.find_done(record)
 
     def plan(self) -> Forecast:
         self._choose_threads()
-        costs = self._costs()
-        if any(cost.source == "estimated" for cost in costs.values()):
-            self.change_layout()  # the engine may still measure
-        forecast = self.forecast_of(costs)
-        if self.layout.place.engine == "local":
-            too_large = forecast.bytes > forecast.available and forecast.fitting >= 1
-            if too_large and not self.chosen and not self.layout.gpus:
-                self.change_layout(runs=min(self.layout.runs, forecast.fitting))
-                forecast = self.forecast_of(costs)
-            forecast.check_memory()
-            self._check_gpus(forecast)
-        self.say(f"{len(self.cells)} runs in {self.folder.path}\n{forecast}")
+        forecast = super().plan()
+        self.say(f"{len(self.records)} runs in {self.folder.path}\n{forecast}")
         return forecast
 
     def _choose_threads(self) -> None:
-        """Gives runs one thread if that is faster than several: where other programs use the cores,
-        threads wait for each other most of the time.
-
-        Measured at a sweep's start, with the most expensive of its settings.
+        """Gives runs one thread if that is faster than several, measured at a sweep's start with
+        its most expensive settings: beside other programs threads wait for each other.
         """
-        several, (_, _, missing) = self.layout, self._known()
+        several, missing = self.layout, self.missing(self.known())
         measured_here = several.device == "cpu" and several.place.engine == "local"
         if self.continued or not measured_here or several.threads == 1 or not missing:
             return
         self.say(f"measuring the first steps of a run with {several.threads} threads and with one ...")
-        key = most_expensive(missing)
+        key = max(missing, key=declared_cost)
         slower = measured_costs({key: missing[key]}, self.engine)
         self.change_layout(most_threads=1)
         faster = measured_costs({key: missing[key]}, self.engine)
@@ -230,64 +185,26 @@ class _Sweep(Experiment):
             self.measured |= slower
             self.change_layout(most_threads=several.most_threads)
 
-    def _known(self) -> tuple[dict[str, Cost], dict[str, str], dict[str, RunConfig]]:
-        """The known costs by :func:`cost_key`, the keys by waiting cell, and what is not known."""
-        known = {**self.measured, **stored_costs(self.folder.path, self.layout.threads)}
-        needed = {record.cell.name: record.cell.config for record in self._in_state(CellState.WAITING)}
-        keys = {name: cost_key(config) for name, config in needed.items()}
-        return known, keys, {key: needed[name] for name, key in keys.items() if key not in known}
-
-    def _costs(self) -> dict[str, Cost]:
-        """Costs of the waiting cells by name, from the table of runs or measured."""
-        known, keys, missing = self._known()
-        if missing:
-            some = "one setting" if len(missing) == 1 else f"{len(missing)} settings"
-            most = "" if self.measure_for is None else f", for at most {duration(self.measure_for)}"
-            self.say(f"measuring the first steps of runs ({some}{most}) ...")
-            found = measured_costs(missing, self.engine, self.measure_for)
-            self.measured |= found
-            known |= found
-            if others := [key for key in missing if key not in found]:
-                self.say(
-                    f"measured {len(found)} of {len(missing)} settings, some of each method first; the others are"
-                    " estimated from the most similar ones by the methods' relative costs (mose-fast list methods)"
-                )
-                known |= {key: estimated_cost(key, known) for key in others}
-        return {name: known[key] for name, key in keys.items()}
-
-    def _check_gpus(self, forecast: Forecast) -> None:
-        needed = max((cost.bytes_device or 0 for cost in forecast.costs.values()), default=0)
-        if not self.layout.gpus or not needed:
-            return
-        total = torch.cuda.get_device_properties(0).total_memory
-        per_gpu = self.layout.runs // len(self.layout.gpus)
-        if per_gpu * needed > total:
-            raise ConfigError(
-                f"per_gpu is {per_gpu}, which needs {per_gpu * needed / 1e9:.1f} GB on a GPU of {total / 1e9:.1f}"
-                f" GB; wanted at most {total // needed}"
-            )
-
     def described(self) -> dict[str, Any]:
+        cells = [record.cell for record in self.records.values()]
         return {
-            "data": {cell.config.stream.name: cell.config.stream.fingerprint for cell in self.cells},
-            "cells": {cell.name: cell.values for cell in self.cells},
+            "data": {cell.config.stream.name: cell.config.stream.fingerprint for cell in cells},
+            "cells": {cell.name: cell.values for cell in cells},
         }
 
-    def run(
-        self, lock: int, wandb: str | None, on_done: Callable[[], None]
-    ) -> tuple[pandas.DataFrame, tuple[Failure, ...]]:
-        """Runs the sweep; returns the table of its finished cells, and why others failed."""
-        with self.running(lock):
-            for record in self._in_state(CellState.WAITING):
-                write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
-            for name in sorted(record.cell.name for record in self._in_state(CellState.DONE)):
-                self.store.add(self.folder.run(name))
-            if not CellLoop(self, self.records, wandb, on_done).run():
-                self.stop.check()
+    def compute(self) -> None:
+        for record in self.in_state(CellState.WAITING):
+            write_atomically(self.folder.config(record.cell.name), record.cell.config.to_json())
+        done = sorted(self.in_state(CellState.DONE), key=lambda record: record.cell.name)
+        self.store.add(*(record.row for record in done))
+        self.run_cells(list(self.records.values()))
+
+    def conclude(self) -> tuple[pandas.DataFrame, tuple[Failure, ...]]:
+        """The table of the finished cells, and why others failed."""
         table = read_store(self.folder.path)
         table = table[table["folder"].isin(self.records)].reset_index(drop=True)
         self.say(self.display.summary())
-        failures = tuple(record.failure for record in self._in_state(CellState.FAILED))
+        failures = tuple(record.failure for record in self.in_state(CellState.FAILED))
         for failure in failures:
             self.say(str(failure))
         return table, failures

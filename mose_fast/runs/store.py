@@ -13,7 +13,7 @@ import os
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from types import UnionType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from mose_fast import evaluate
 from mose_fast.output import readable
-from mose_fast.runs.files import RunError, RunFolder, check_folders
+from mose_fast.runs.files import RunError, RunFolder, check_folders, write_atomically
 from mose_fast.runs.results import SCHEMA_VERSION, accuracy_csv, precision_of
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams.kinds import Kind
@@ -82,11 +82,11 @@ COLUMNS: dict[str, Column] = {
     "classes": Column(int, "number of classes", compared="problem"),
     "image_size": Column(str, "image size", compared="problem"),
     "limit_per_task": Column(
-        int | None, "limit of training images per task", "config.stream.limit_per_task", compared="problem"
+        int | None, "limit of training images per task", "config.stream.limit_per_task", "problem"
     ),
     "evaluate_on": Column(str, "images evaluated on, test or validation", "config.evaluate_on", compared="problem"),
     "validation": Column(
-        float | None, "share of training images held out, None: none", "config.stream.validation", compared="problem"
+        float | None, "share of training images held out, None: none", "config.stream.validation", "problem"
     ),
     "kind": Column(str, "kind of the stream, with its settings", compared="problem"),
     "kind_seed": Column(int, "seed of the stream's kind, 0 for tasks", "config.stream.kind_seed", compared="protocol"),
@@ -179,41 +179,32 @@ def read_run(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     other: configurations, accuracy matrices, ``accuracy.csv`` and metrics.
     """
     files = RunFolder(folder)
-
-    def damaged(what: str) -> RunDamaged:
-        return RunDamaged(f"{files.path}: {what}")
-
-    if files.unfinished:
-        raise damaged(files.unfinished)
     try:
+        if files.unfinished:
+            raise RunDamaged(files.unfinished)
         raw = files.results.read_bytes()
-        results = json.loads(raw)
-        stored = json.loads(files.config.read_text(encoding="utf-8"))
-        table = files.accuracy.read_text(encoding="utf-8")
-    except OSError as error:
-        raise damaged(f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})") from error
-    except ConfigError as error:  # which is a ValueError, too
-        raise damaged(f"{files.config.name}: {error}") from error
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})") from error
-    if not isinstance(results, dict) or results.get("schema_version") != SCHEMA_VERSION:
+        results, stored = json.loads(raw), json.loads(files.config.read_text(encoding="utf-8"))
         found = results.get("schema_version") if isinstance(results, dict) else None
-        raise damaged(f"{files.results.name} has schema_version {found!r}; wanted {SCHEMA_VERSION}")
-    try:
+        if found != SCHEMA_VERSION:
+            raise RunDamaged(f"{files.results.name} has schema_version {found!r}; wanted {SCHEMA_VERSION}")
         if results["config"] != stored:
-            raise damaged(f"{files.config.name} and the configuration in {files.results.name} differ")
-        _check_metrics(results, table, damaged)
-        row = _row(files, results, hashlib.sha256(raw).hexdigest())
-    except RunDamaged:
-        raise
-    except ConfigError as error:
-        raise damaged(f"{files.config.name}: {error}") from error
+            raise RunDamaged(f"{files.config.name} and the configuration in {files.results.name} differ")
+        _check_metrics(results, files.accuracy.read_text(encoding="utf-8"))
+        return _row(files, results, hashlib.sha256(raw).hexdigest()), results
+    except RunDamaged as error:
+        what = str(error)
+    except ConfigError as error:  # which is a ValueError, too
+        what = f"{files.config.name}: {error}"
+    except OSError as error:
+        what = f"{Path(error.filename or files.path).name} cannot be read ({error.strerror})"
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = f"{files.results.name} or {files.config.name} is truncated or no JSON ({error})"
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(f"{files.results.name} is incomplete ({type(error).__name__}: {error})") from error
-    return row, results
+        what = f"{files.results.name} is incomplete ({type(error).__name__}: {error})"
+    raise RunDamaged(f"{files.path}: {what}")
 
 
-def _check_metrics(results: dict[str, Any], table: str, damaged: Any) -> None:
+def _check_metrics(results: dict[str, Any], table: str) -> None:
     """Recomputes what follows from the accuracy matrices, to find edited numbers."""
     after = results["evaluated_after"]
 
@@ -221,13 +212,15 @@ def _check_metrics(results: dict[str, Any], table: str, damaged: Any) -> None:
         return {c: {e: [m[k][: k + 1] for k in after] for e, m in experts.items()} for c, experts in matrices.items()}
 
     if accuracy_csv(rows(results["accuracy"]), rows(results["buffer_accuracy"]), after) != table:
-        raise damaged("accuracy.csv does not hold the accuracies of results.json")
+        raise RunDamaged("accuracy.csv does not hold the accuracies of results.json")
     for name, function in _METRICS.items():
         for classifier, experts in results["accuracy"].items():
             for expert, matrix in experts.items():
                 found = results[name][classifier][expert]
                 if found is not None and not math.isclose(found, function(matrix), abs_tol=1e-9):
-                    raise damaged(f"{name} of {classifier}, expert {expert} does not follow from the accuracy matrix")
+                    raise RunDamaged(
+                        f"{name} of {classifier}, expert {expert} does not follow from the accuracy matrix"
+                    )
 
 
 def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, Any]:
@@ -267,32 +260,32 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
 
 
 class Store:
-    """The table ``runs.sqlite`` of a sweep's folder, created if missing; runs can be added to it.
-
-    Raises:
-        RunError: The file is no table of runs, has another format, or cannot be written.
+    """The table of a sweep's folder, in its ``runs.sqlite`` or ``path``, created if missing.
+    RunError if the file is no table of runs, has another format, or cannot be written.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, path: Path | None = None) -> None:
         self.folder = Path(folder)
-        self.path = self.folder / STORE
+        self.path = path or self.folder / STORE
         with self._open() as database:
-            _prepare(database, self.path)
+            if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+                _check_format(database, self.path)
+            else:
+                columns = ", ".join(f"{name} {column.sql}" for name, column in COLUMNS.items())
+                database.execute(f"CREATE TABLE runs ({columns})")
+                database.execute(f"PRAGMA user_version = {FORMAT}")
 
-    def add(self, folder: str | Path) -> dict[str, Any]:
-        """Adds the finished run in ``folder`` unless the table already holds the same result;
-        returns its row. RunDamaged if there is none or it is damaged; RunError if the table
-        cannot be written: it stays as it was.
+    def add(self, *rows: Mapping[str, Any]) -> None:
+        """Adds rows of :func:`read_run`, all of them or none, but for those that the table already
+        holds. RunError if it cannot be written: it stays as it was.
         """
-        row, _ = read_run(folder)
-        row["folder"] = _relative(Path(folder), self.folder)
         with self._open() as database:
-            known = database.execute(
-                "SELECT 1 FROM runs WHERE folder = ? AND results_sha256 = ?", (row["folder"], row["results_sha256"])
-            ).fetchone()
-            if known is None:
-                _insert(database, row)
-        return row
+            known = set(database.execute("SELECT folder, results_sha256 FROM runs"))
+            for row in rows:
+                folder = _relative(Path(row["folder"]), self.folder)
+                if (folder, row["results_sha256"]) not in known:
+                    names = ", ".join(COLUMNS), ", :".join(COLUMNS)
+                    database.execute("INSERT INTO runs ({}) VALUES (:{})".format(*names), {**row, "folder": folder})
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -319,30 +312,17 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
     rows, skipped = [], []
     for run in find_runs(folder):
         try:
-            row, _ = read_run(run)
+            rows.append(read_run(run)[0])
         except RunDamaged as error:
             skipped.append(str(error))
-            continue
-        rows.append({**row, "folder": _relative(run, folder)})
     target = folder / STORE
     if not rows and not skipped and not target.exists():
         raise RunError(f"there is no run below {folder}; wanted a folder of a sweep, or any folder above run folders")
     _refuse_foreign(target)
-    try:
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{STORE}.")
-        os.close(descriptor)
-        try:
-            with closing(sqlite3.connect(name)) as database, database:
-                _prepare(database, Path(name))
-                for row in sorted(rows, key=lambda row: (row["finished_at"], row["folder"])):
-                    _insert(database, row)
-            os.replace(name, target)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except (OSError, sqlite3.Error) as error:
-        raise RunError(
-            f"cannot write the table of runs {target}: {error}; what was there before is untouched"
-        ) from error
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Store(folder, Path(temporary) / STORE)
+        made.add(*sorted(rows, key=lambda row: (row["finished_at"], row["folder"])))
+        write_atomically(target, made.path.read_bytes(), "Free some space, then collect again")
     return read_store(folder), skipped
 
 
@@ -350,7 +330,6 @@ def find_runs(folder: str | Path) -> list[Path]:
     """Every folder with a ``config.json`` or ``results.json`` at or below ``folder``, sorted."""
     found = []
     for path, below, files in os.walk(folder):
-        below.sort()
         if "config.json" in files or "results.json" in files:
             found.append(Path(path))
             below.clear()
@@ -359,10 +338,7 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 def read_store(folder: str | Path) -> pandas.DataFrame:
     """Reads the table of a folder, or that file, as a data frame with the columns :data:`COLUMNS`,
-    ordered by folder, with the newest row of each.
-
-    Raises:
-        RunError: There is no such table, or it is damaged or has another format.
+    ordered by folder, with the newest row of each. RunError if it is none.
     """
     # Imported here because it takes half a second, which a single run does not need.
     import pandas
@@ -373,7 +349,7 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
         raise RunError(f"there is no table of runs {path}; build it with: mose-fast collect {path.parent}")
     columns = ", ".join(f"runs.{name}" for name in COLUMNS)
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+        with _readable(path) as database:
             _check_format(database, path)
             rows = database.execute(
                 f"SELECT {columns} FROM runs JOIN (SELECT MAX(rowid) AS newest FROM runs GROUP BY folder) ON runs.rowid"
@@ -390,13 +366,10 @@ def read_store(folder: str | Path) -> pandas.DataFrame:
 
 def _refuse_foreign(path: Path) -> None:
     """Refuses to replace a database that holds other data. A damaged one may be replaced."""
-    if not path.is_file():
-        return
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as database:
+    tables: set[str] = set()
+    if path.is_file():
+        with suppress(sqlite3.Error), _readable(path) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    except sqlite3.Error:
-        return
     if tables and tables != {"runs"}:
         raise RunError(
             f"{path} is a database of something else (it holds {', '.join(sorted(tables))}); move it away, and collect"
@@ -404,12 +377,8 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _prepare(database: sqlite3.Connection, path: Path) -> None:
-    if database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        _check_format(database, path)
-        return
-    database.execute(f"CREATE TABLE runs ({', '.join(f'{name} {column.sql}' for name, column in COLUMNS.items())})")
-    database.execute(f"PRAGMA user_version = {FORMAT}")
+def _readable(path: Path) -> closing[sqlite3.Connection]:
+    return closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30))
 
 
 def _check_format(database: sqlite3.Connection, path: Path) -> None:
@@ -419,13 +388,6 @@ def _check_format(database: sqlite3.Connection, path: Path) -> None:
             f"the table of runs {path} has format {found}; wanted {FORMAT}. Rebuild it with: mose-fast collect"
             f" {path.parent}"
         )
-
-
-def _insert(database: sqlite3.Connection, row: Mapping[str, Any]) -> None:
-    database.execute(
-        f"INSERT INTO runs ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
-        [row[name] for name in COLUMNS],
-    )
 
 
 def _relative(run: Path, folder: Path) -> str:

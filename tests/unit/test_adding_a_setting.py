@@ -26,7 +26,7 @@ from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.experiments.paper.plan import _departures
 from mose_fast.learner.named_settings import telling_apart
 from mose_fast.experiments.forecast import cost_key
-from mose_fast.experiments.grid import Grid, read_axes
+from mose_fast.experiments.grid import grid_cells, read_axes
 from mose_fast.runs.results import schema
 
 warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ print(json.dumps({
     "help": " ".join(said.getvalue().split()),
     "page": page(),
     "refusal": refusal(lambda: RunConfig.create(**{name: wrong})),
-    "grid": refusal(lambda: Grid(read_axes([f"{name}={value},{other}"], ["mose"]), {}).cells()),
+    "grid": refusal(lambda: grid_cells(read_axes([f"{name}={value},{other}"], ["mose"]), {})),
     "apart": name in telling_apart("mose"),
     "departs": _departures(config, usual),
     "same cost": cost_key(config) == cost_key(usual),

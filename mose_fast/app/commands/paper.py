@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from mose_fast.app.flags import FLAGS, add_flags, add_place, add_wandb, changes_of, command, place
-from mose_fast.app.shown import interrupted
 from mose_fast.settings.run import RunConfig
 
 __all__ = ["add"]
@@ -61,22 +60,19 @@ def _act(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     changes = changes_of(arguments, None, [*BASELINES, RunConfig.method])
     preset = changes.pop("preset", RunConfig.preset)
-    try:
-        page, failures = run_table(
-            given["name"],
-            given.get("out", Path("runs") / "paper"),
-            seeds=read_seeds(given.get("seeds", "0-2")),
-            preset=preset,
-            baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
-            methods=given["methods"].split(",") if "methods" in given else None,
-            without=given["without"].split(",") if "without" in given else (),
-            changes=changes,
-            place=place(arguments),
-            dry_run=given.get("dry_run", False),
-            wandb=given.get("wandb"),
-        )
-    except KeyboardInterrupt as error:
-        return interrupted(error, "; to continue, run the same command again")
+    page, failures = run_table(
+        given["name"],
+        given.get("out", Path("runs") / "paper"),
+        seeds=read_seeds(given.get("seeds", "0-2")),
+        preset=preset,
+        baselines=given.get("baselines", DEFAULT_PRESETS.baselines),
+        methods=given["methods"].split(",") if "methods" in given else None,
+        without=given["without"].split(",") if "without" in given else (),
+        changes=changes,
+        place=place(arguments),
+        dry_run=given.get("dry_run", False),
+        wandb=given.get("wandb"),
+    )
     if page is not None:
         print(f"{'page' if given['name'] == ALL else 'table':<9} {page}")
     return 1 if failures else 0

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mose_fast.app.flags import add_flags, add_place, add_wandb, changes_of, command, place
-from mose_fast.app.shown import caution, interrupted
+from mose_fast.app.shown import caution
 from mose_fast.learner.named_settings import assignment
 from mose_fast.settings.run import ConfigError, RunConfig
 
@@ -46,7 +46,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _act(arguments: argparse.Namespace) -> int:
-    from mose_fast.experiments.grid import Grid, axes_of, read_axes, read_file, read_seeds
+    from mose_fast.experiments.grid import axes_of, grid_cells, read_axes, read_file, read_seeds
     from mose_fast.experiments.sweep import run_grid
     from mose_fast.runs.store import STORE
 
@@ -66,11 +66,8 @@ def _act(arguments: argparse.Namespace) -> int:
             raise ConfigError("--seeds and a grid over seed are both given; wanted all seeds together, in one of them")
         axes["seed"] = read_seeds(given["seeds"])
     out = Path(given["out"])
-    grid = Grid(axes, changes, base)
-    try:
-        outcome = run_grid(grid, out, place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
-    except KeyboardInterrupt as error:
-        return interrupted(error, "; to continue, run the same command again")
+    cells = grid_cells(axes, changes, base)
+    outcome = run_grid(cells, out, place(arguments), dry_run=given.get("dry_run", False), wandb=given.get("wandb"))
     if outcome.table is not None:
         print(f"table     {out / STORE}")
         caution(outcome.table)

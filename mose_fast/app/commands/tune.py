@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from mose_fast.app.flags import FLAGS, add_flags, add_place, changes_of, command, place
-from mose_fast.app.shown import interrupted
 from mose_fast.settings.run import RunConfig, StreamConfig
 
 __all__ = ["add"]
@@ -45,17 +44,14 @@ def _act(arguments: argparse.Namespace) -> int:
     changes = changes_of(arguments, None)
     method = changes.pop("method", RunConfig.method)
     stream = Path(changes.get("stream.name", StreamConfig.name)).stem
-    try:
-        tune(
-            method,
-            trials=given["trials"],
-            out=given.get("out", Path("runs") / f"tune-{stream}-{Path(method).stem}"),
-            space=given.get("space"),
-            seeds=read_seeds(given.get("seeds", "0-1")),
-            changes=changes,
-            place=place(arguments),
-            dry_run=given.get("dry_run", False),
-        )
-    except KeyboardInterrupt as error:
-        return interrupted(error, "; to continue, run the same command again")
+    tune(
+        method,
+        trials=given["trials"],
+        out=given.get("out", Path("runs") / f"tune-{stream}-{Path(method).stem}"),
+        space=given.get("space"),
+        seeds=read_seeds(given.get("seeds", "0-1")),
+        changes=changes,
+        place=place(arguments),
+        dry_run=given.get("dry_run", False),
+    )
     return 0

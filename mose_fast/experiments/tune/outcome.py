@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -64,11 +65,8 @@ class Tuned:
 
 
 def check_writable(config: RunConfig) -> None:
-    """Refuses a setting that ``best.toml`` could not hold.
-
-    Raises:
-        ConfigError: It is null, which TOML does not have, and by itself is not; or a path that is
-            no UTF-8.
+    """ConfigError for a setting that ``best.toml`` could not hold: one that is null, which TOML
+    does not have, and by itself is not; or a path that is no UTF-8.
     """
     for name, value in _changes(config).items():
         if value is None:
@@ -79,63 +77,46 @@ def check_writable(config: RunConfig) -> None:
 
 def conclude(
     trials: Sequence[FrozenTrial],
-    rows_of: Callable[[int], list[dict[str, Any]]],
+    rows: Mapping[int, Sequence[Mapping[str, Any]]],
     base: RunConfig,
     seeds: Sequence[int],
     folder: SweepFolder,
     say: Callable[[str], None],
 ) -> Tuned:
     """Writes ``best.toml``, ``trials.csv``, ``trials.md`` and the plots, and says what was found.
-
-    Args:
-        rows_of: The rows of the store of a complete trial's runs, by its number.
-
-    Raises:
-        NothingTuned: No trial came to its end.
+    ``rows``: those of the store, of the runs of each complete trial, by its number.
     """
-    rows = {trial.number: rows_of(trial.number) for trial in trials if _state(trial) == "complete"}
-    values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
-    if not values:
+    states = [_STATES[trial.state.name] for trial in trials]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in _STATES.values() if state in states)
+    if not rows:
         raise NothingTuned(
-            f"none of the {len(trials)} trials came to its end ({_counts(trials)}), so nothing was tuned; the logs are"
-            f" in {folder.logs}"
+            f"none of the {len(trials)} trials came to its end ({counts}), so nothing was tuned; the logs are in"
+            f" {folder.logs}"
         )
+    values = {number: {row["seed"]: row["acc"] for row in runs} for number, runs in rows.items()}
     order = sorted(values, key=lambda number: (-trials[number].value, number))
     best = trials[order[0]]
     cautions = [f"caution: {warning}" for warning in code_warnings(row for runs in rows.values() for row in runs)]
-    table = _table(trials, values, base, cautions)
-    write_atomically(folder.path / "trials.csv", table.csv())
-    write_atomically(folder.path / "trials.md", table.markdown())
+    table = _table(trials, values, cautions)
     config = folder.path / "best.toml"
-    write_atomically(config, _toml(base, best, len(trials), seeds, cautions))
-    for name, drawn in _plots([trial for trial in trials if _state(trial) == "complete"]).items():
-        write_atomically(folder.path / f"{name}.svg", drawn)
+    files_of = {"trials.csv": table.csv(), "trials.md": table.markdown()}
+    files_of["best.toml"] = _toml(base, best, len(trials), seeds, cautions)
+    for name, content in {**files_of, **_plots([trials[number] for number in rows])}.items():
+        write_atomically(folder.path / name, content)
     sure = []
     for other, what in ((order[1:2], "the second best"), ([0] if 0 in values else [], "the method's own settings")):
         for number in other:
             if number != best.number:
                 found = compare(values[best.number], values[number])
                 sure.append(f"trial {best.number}, the best, against trial {number}, {what}: {found.sentence()}")
-    say(f"{len(trials)} trials: {_counts(trials)}")
-    say(f"best: trial {best.number}, ACC {100 * best.value:.1f} on held-out images: {_told(best.params)}")
+    say(f"{len(trials)} trials: {counts}")
+    told = ", ".join(f"{name} {as_text(value)}" for name, value in best.params.items())
+    say(f"best: trial {best.number}, ACC {100 * best.value:.1f} on held-out images: {told}")
     for line in (*sure, *cautions):
         say(line)
     say("It was chosen as the best of these trials on these images, so its accuracy there is a little too good.")
     say(f"measure it on test images with: mose-fast run --config {config}")
     return Tuned(best.params, best.value, len(trials), config, tuple(sure), tuple(cautions))
-
-
-def _state(trial: FrozenTrial) -> str:
-    return _STATES[trial.state.name]
-
-
-def _counts(trials: Sequence[FrozenTrial]) -> str:
-    states = [_state(trial) for trial in trials]
-    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(_STATES.values()) if state in states)
-
-
-def _told(params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {as_text(value)}" for name, value in params.items())
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:
@@ -162,21 +143,15 @@ def _toml(base: RunConfig, best: FrozenTrial, trials: int, seeds: Sequence[int],
         f"# ACC on these held-out images: {100 * best.value:.1f} %. Not measured on test images.",
         *(f"# {caution}" for caution in cautions),
     ]
-    tables: dict[str, list[str]] = {"": [], "stream": [], "options": []}
-    values = {**_changes(with_changes(base, best.params)), "tuned": tuned}
-    for name, value in values.items():
+    tables: dict[str, list[str]] = {"": lines, "stream": ["", "[stream]"], "options": ["", "[options]"]}
+    for name, value in {**_changes(with_changes(base, best.params)), "tuned": tuned}.items():
         owner, _, field = name.rpartition(".")
         # TOML has no pairs of surrogates, by which JSON writes what is not ASCII.
         tables[owner].append(f"{field} = {json.dumps(value, ensure_ascii=False)}")
-    lines += tables.pop("")
-    for owner, settings in tables.items():
-        lines += ["", f"[{owner}]", *settings] if settings else []
-    return "\n".join(lines) + "\n"
+    return "\n".join(line for table in tables.values() if len(table) > 2 for line in table) + "\n"
 
 
-def _table(
-    trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, float]], base: RunConfig, cautions: Sequence[str]
-) -> Table:
+def _table(trials: Sequence[FrozenTrial], values: Mapping[int, Mapping[int, float]], cautions: Sequence[str]) -> Table:
     table = Table(
         "trials",
         "Every trial: ACC in percent of held-out training images, mean ± standard deviation over the seeds, and its 95"
@@ -192,7 +167,7 @@ def _table(
         table.add(
             {
                 "trial": trial.number,
-                "state": _state(trial),
+                "state": _STATES[trial.state.name],
                 "ACC": s and Spread(100 * s.mean, 100 * s.sd if several else None),
                 "95 % interval": Interval(*(100 * end for end in s.t_interval)) if several else None,
                 "tasks": len(trial.intermediate_values),
@@ -203,27 +178,25 @@ def _table(
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return as_text(value)
-    return (
-        Number(value, max(1, 3 - math.floor(math.log10(abs(value))))) if isinstance(value, float) and value else value
-    )
+    if isinstance(value, float) and value:
+        return Number(value, max(1, 3 - math.floor(math.log10(abs(value)))))
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else as_text(value)
 
 
 def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
-    """The complete trials as SVG files: over time, by setting, and how much each matters."""
+    """SVG files of the complete trials: over time, by setting, and how much each matters."""
     # Imported here, because it takes half a second.
     from matplotlib import rc_context
 
-    accuracy = [100 * trial.value for trial in done]
+    numbers, accuracy = [trial.number for trial in done], [100 * trial.value for trial in done]
     names = list(done[0].params)
     best = accuracy.index(max(accuracy))
     label = "ACC on held-out images (%)"
     with rc_context(STYLE):
         history, (axis,) = grid(1)
-        axis.plot([trial.number for trial in done], accuracy, "o", color=COLOURS["blue"], label="trial")
-        highest = [max(accuracy[: i + 1]) for i in range(len(accuracy))]
-        axis.step([trial.number for trial in done], highest, where="post", color=COLOURS["red"], label="best so far")
+        axis.plot(numbers, accuracy, "o", color=COLOURS["blue"], label="trial")
+        highest = list(itertools.accumulate(accuracy, max))
+        axis.step(numbers, highest, where="post", color=COLOURS["red"], label="best so far")
         axis.set(xlabel="trial", ylabel=label)
         axis.legend()
 
@@ -243,7 +216,7 @@ def _plots(done: Sequence[FrozenTrial]) -> dict[str, bytes]:
             figures["importance"], (axis,) = grid(1, height=0.8 + 0.4 * len(names))
             axis.barh(list(importance)[::-1], list(importance.values())[::-1], color=COLOURS["blue"])
             axis.set(xlabel="share of the variance of ACC (fANOVA)", xlim=(0, 1))
-        return {name: files(figure, ["svg"])["svg"] for name, figure in figures.items()}
+        return {f"{name}.svg": files(figure, ["svg"])["svg"] for name, figure in figures.items()}
 
 
 def _importance(done: Sequence[FrozenTrial]) -> dict[str, float]:

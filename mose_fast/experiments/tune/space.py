@@ -16,19 +16,18 @@ __all__ = ["Axis", "check_values", "declared_space", "read_space"]
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting that is searched: a range of numbers, or some values.
-
-    Attributes:
-        search: The range; None: there are ``choices``.
-        choices: The values; empty: there is a range.
-    """
+    """A setting that is searched: a range of numbers, ``search``, or some values, ``choices``."""
 
     setting: Setting
     search: Search | None = None
     choices: tuple[Any, ...] = ()
 
+    def __str__(self) -> str:
+        if self.search is None:
+            return " | ".join(map(str, self.choices))
+        return f"{self.search.low:g} to {self.search.high:g}{', logarithmic' if self.search.log else ''}"
+
     def holds(self, value: Any) -> bool:
-        """Whether the axis contains a value."""
         if self.search is None:
             return value in self.choices
         return isinstance(value, int | float) and self.search.low <= value <= self.search.high
@@ -39,9 +38,9 @@ class Axis:
 
     def described(self) -> dict[str, Any] | list[Any]:
         """The axis as a space file has it."""
-        return (
-            list(self.choices) if self.search is None else dict(zip(("low", "high", "log"), self.search, strict=False))
-        )
+        if self.search is None:
+            return list(self.choices)
+        return {"low": self.search.low, "high": self.search.high, "log": self.search.log}
 
 
 def declared_space(method: str) -> dict[str, Axis]:
@@ -50,13 +49,7 @@ def declared_space(method: str) -> dict[str, Axis]:
 
 
 def read_space(path: str | Path, method: str) -> dict[str, Axis]:
-    """Reads the axes in the table ``space`` of a ``.toml`` or ``.json`` file: by setting a table
-    with ``low``, ``high`` and, for a logarithmic scale, ``log``, or a list of values.
-
-    Raises:
-        ConfigError: The file cannot be read, a name is unknown (with near matches), or a value is
-            none that the setting can have.
-    """
+    """Reads the axes in the table ``space`` of a ``.toml`` or ``.json`` file (docs/tuning.md)."""
     path = Path(path)
     values = read_table(path, "the space")
     if not isinstance(values, dict) or values.keys() != {"space"} or not isinstance(values["space"], dict):
@@ -103,16 +96,12 @@ def _axis(setting: Setting, value: Any) -> Axis:
 
 
 def check_values(axes: Mapping[str, Axis], changes: Mapping[str, Any]) -> RunConfig:
-    """The configuration with these changes; checks it at both ends of every axis, too.
-
-    Raises:
-        ConfigError: A run could not have one of these values, or a setting is given a value and
-            searched.
+    """The configuration with these changes. ConfigError if a run could not have one of these
+    values or the ends of an axis, or if a setting is given a value and searched.
     """
-    for name in axes:
+    for name, axis in axes.items():
         if name in changes:
             raise ConfigError(f"{name} is set to {shown(changes[name])} and is searched, too; wanted one of them")
-    for name, axis in axes.items():
         for value in axis.corners():
             with_changes(None, {**changes, name: value})
     return with_changes(None, changes)

@@ -1,7 +1,7 @@
 """A study: Optuna chooses the trials and when to stop one.
 
-What it chooses is a function of the study's seed, the trial's number and the trials of earlier
-rounds alone, so that a study that is killed continues to the same trials.
+What it chooses is a function of the trial's number and the trials of earlier rounds alone, so that
+a study that is killed continues to the same trials.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _COMPARED_TRIALS = 4
 
 
 def import_optuna() -> Any:
-    """Optuna.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Optuna; ConfigError if it is not installed."""
     try:
         import optuna
     except ImportError as error:
@@ -46,19 +42,16 @@ def import_optuna() -> Any:
 
 
 class Study:
-    """The trials of a study, kept in an SQLite file of Optuna's.
+    """The trials of a study, kept in an SQLite file of Optuna's; RunError if it cannot be used.
 
     Args:
         defaults: The values that the method's settings have by themselves; the first trial's,
             where the space contains them.
-
-    Raises:
-        RunError: The file cannot be read or written; the message names it. So do all methods.
     """
 
-    def __init__(self, path: Path, axes: Mapping[str, Axis], defaults: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, path: Path, axes: Mapping[str, Axis], defaults: Mapping[str, Any]) -> None:
         self.optuna = import_optuna()
-        self.path, self.axes, self.defaults, self.seed = path, axes, defaults, seed
+        self.path, self.axes, self.defaults = path, axes, defaults
         self.distributions = {name: self._distribution(axis) for name, axis in axes.items()}
         # A URL could not hold every path.
         connect = {"creator": partial(sqlite3.connect, path, check_same_thread=False)}
@@ -72,11 +65,7 @@ class Study:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All trials so far, by number.
-
-        Raises:
-            RunError: The file cannot be read.
-        """
+        """All trials so far, by number."""
         with self._file():
             return self.record.get_trials()
 
@@ -99,10 +88,8 @@ class Study:
             ) from error
 
     def ask(self, known: int) -> FrozenTrial:
-        """Chooses and records the next trial.
-
-        Args:
-            known: Number of earlier trials whose values count; later ones count as running.
+        """Chooses and records the next trial. ``known``: the number of earlier trials whose values
+        count; later ones count as running.
         """
         number = len(self.trials)
         if number == 0 and all(axis.holds(self.defaults[name]) for name, axis in self.axes.items()):
@@ -138,11 +125,8 @@ class Study:
         return next(stopped, None)
 
     def tell(self, trial: FrozenTrial, values: Sequence[float], result: float | None, *, pruned: bool) -> None:
-        """Records how a trial ended.
-
-        Args:
-            values: Its accuracy after each task, as far as it came.
-            result: Its final accuracy; None if it failed or was stopped.
+        """Records how a trial ended: its accuracy after each task, as far as it came, and the final
+        one, None if it failed or was stopped.
         """
         states = self.optuna.trial.TrialState
         with self._file():
@@ -158,9 +142,7 @@ class Study:
         # A sampler of its own for each trial, so that what it draws depends on nothing else. It
         # models the values by a Gaussian process: in a dozen noisy trials it finds more than TPE.
         study = self.optuna.create_study(direction="maximize")
-        study.sampler = self.optuna.samplers.GPSampler(
-            n_startup_trials=_RANDOM_TRIALS, seed=(self.seed * 1_000_003 + number) % 2**32
-        )
+        study.sampler = self.optuna.samplers.GPSampler(n_startup_trials=_RANDOM_TRIALS, seed=number)
         study.add_trials([self._trial(t.params, value=self._expected(t, known)) for t in self.trials[:known]])
         study.add_trials([self._trial(trial.params) for trial in self.trials[known:]])
         return study.ask(self.distributions).params

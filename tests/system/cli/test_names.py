@@ -122,5 +122,5 @@ def test_a_study_of_a_folder_of_any_name(tmp_path, photos):
     folder = SweepFolder(photos / "a?b#c%20")
     folder.create()
     for _ in range(2):
-        assert Study(folder.path / "study.sqlite", {}, {}, seed=0).trials == []
+        assert Study(folder.path / "study.sqlite", {}, {}).trials == []
     assert (folder.path / "study.sqlite").is_file()

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mose_fast.app.cli import main
-from mose_fast.experiments.grid import Grid, axes_of, read_file
+from mose_fast.experiments.grid import axes_of, grid_cells, read_file
 from mose_fast.runs.store import read_store
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted
@@ -34,7 +34,7 @@ def test_sweep_and_collect(tmp_path, engine, capsys):
     listed = re.search(r"^## What a sweep writes\n\n    runs/first/\n((?:      .*\n)+)", PAGE, re.MULTILINE)[1]
     names = [re.match(r" {6}(\S+?)/? {2,}\S", line)[1] for line in listed.splitlines()]
     runs, others = names[0], names[1:]
-    assert runs == Grid({"memory": (200,), "preset": ("released",), "seed": (0,)}, {}).cells()[0].name
+    assert runs == grid_cells({"memory": (200,), "preset": ("released",), "seed": (0,)}, {})[0].name
     written = {path.name for path in out.iterdir() if not path.name.startswith((".", "preset-"))}
     assert {*others} == written | {"logs", "configs"}
     (out / "preset-paper_seed-1" / "results.json").write_text("{")
@@ -67,13 +67,13 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
     engine({"seed-0": [failed, failed]})
     assert main([*RUN, "--seeds", "0-1", "--out", str(tmp_path / "a")]) == 1
     assert "failed: seed-0: broken" in capsys.readouterr().out
-    assert main([*RUN, "--grid", "memroy=64", "--out", str(tmp_path / "b")]) == 2
-    assert "did you mean 'memory'" in capsys.readouterr().err
-    assert main([*RUN, "--out", str(tmp_path / "b")]) == 2
-    assert "the grid is empty" in capsys.readouterr().err
-    assert main([*RUN, "--grid", "seed=1,2", "--seeds", "0-1", "--out", str(tmp_path / "b")]) == 2
-    assert "--seeds and a grid over seed are both given" in capsys.readouterr().err
-    assert not (tmp_path / "b").exists()
+    for more, message in (
+        (["--grid", "memroy=64"], "--grid memroy is not a setting; did you mean 'memory'"),
+        ([], "the grid is empty"),
+        (["--grid", "seed=1,2", "--seeds", "0-1"], "--seeds and a grid over seed are both given"),
+    ):
+        assert main([*RUN, *more, "--out", str(tmp_path / "b")]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "b").exists()
 
     def interrupted(*args, **settings):
         raise Interrupted
@@ -99,7 +99,7 @@ def test_file_on_the_page_is_the_command_on_the_page(tmp_path, engine, capsys):
     (example,) = blocks("toml")
     (tmp_path / "first.toml").write_text(example)
     values, table = read_file(tmp_path / "first.toml")
-    cells = Grid(axes_of(table, ["mose"], "[grid]"), {}, RunConfig.from_dict(values)).cells()
+    cells = grid_cells(axes_of(table, ["mose"], "[grid]"), {}, RunConfig.from_dict(values))
     command = re.search(r"mose-fast (sweep .*) --out runs/first", PAGE)[1].split()
     engine()
 

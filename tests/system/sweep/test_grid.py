@@ -2,16 +2,14 @@
 
 import pytest
 
-from mose_fast.experiments.grid import Grid, axes_of, read_axes, read_file, read_seeds
+from mose_fast.experiments.grid import axes_of, grid_cells, read_axes, read_file, read_seeds
 from mose_fast.settings.run import ConfigError, RunConfig
 
 
-def cells(axes, changes=None, base=None):
-    return Grid(axes, changes or {}, base).cells()
-
-
 def test_product_with_the_seed_slowest_and_last_in_the_name():
-    found = cells(read_axes(["memory=200,500", "preset=released,paper"], ["mose"]) | {"seed": (0, 1)}, {"width": 8})
+    found = grid_cells(
+        read_axes(["memory=200,500", "preset=released,paper"], ["mose"]) | {"seed": (0, 1)}, {"width": 8}
+    )
     assert [cell.name for cell in found[:5]] == [
         "memory-200_preset-released_seed-0",
         "memory-200_preset-paper_seed-0",
@@ -52,13 +50,13 @@ def test_seeds_that_mean_nothing(text):
 
 def test_preset_axis_keeps_what_the_base_changes_and_takes_the_rest_from_the_preset():
     base = RunConfig.create("released", options={"temperature": 0.5})
-    released, paper = cells({"preset": ("released", "paper")}, base=base)
+    released, paper = grid_cells({"preset": ("released", "paper")}, {}, base)
     assert released.config == base
     assert paper.config == RunConfig.create("paper", options={"temperature": 0.5})
 
 
 def test_methods_have_their_own_options():
-    found = cells(read_axes(["method=er,mose"], ["er", "mose"]), {"memory": 100})
+    found = grid_cells(read_axes(["method=er,mose"], ["er", "mose"]), {"memory": 100})
     assert [cell.config.method for cell in found] == ["er", "mose"]
     assert type(found[0].config.options) is not type(found[1].config.options)
 
@@ -71,13 +69,10 @@ def test_file(tmp_path):
     assert axes_of(grid, ["mose"], "[grid]") == {"memory": (100, 200), "seed": (0, 1)}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("memory = [", "not valid TOML"), ("grid = 3", r"wanted settings and a table \[grid\]")]
-)
-def test_file_that_is_none(tmp_path, text, message):
+def test_file_that_is_none(tmp_path):
     path = tmp_path / "sweep.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    path.write_text("grid = 3")
+    with pytest.raises(ConfigError, match=r"sweep.toml: wanted settings and a table \[grid\]"):
         read_file(path)
     with pytest.raises(ConfigError, match=r"cannot read the sweep .*missing\.toml"):
         read_file(tmp_path / "missing.toml")
@@ -90,42 +85,29 @@ def test_file_that_is_none(tmp_path, text, message):
         ({"memory": ()}, {}, "no values for memory"),
         ({"memory": (64, 64)}, {}, "memory = 64 twice"),
         ({"memory": (64,)}, {"memory": 70}, "memory is set to 70 and is in the grid"),
-        (
-            {"memory": (64, 0), "seed": (3,)},
-            {},
-            "in the cell memory=0 seed=3: memory is 0; wanted an integer of at least 1",
-        ),
+        ({"memory": (64, 0), "seed": (3,)}, {}, "in the cell memory=0 seed=3: memory is 0; wanted an integer"),
         ({"preset": ("released", "papper")}, {}, "did you mean 'paper'"),
         ({"device": ("cpu", "cuda")}, {}, "device is in the grid"),
-        ({"feed": ("dali", "fused")}, {}, "feed is in the grid"),
-        ({"kernels": ("fused", "torch")}, {}, "kernels is in the grid"),
-        ({"step": ("captured", "eager")}, {}, "step is in the grid"),
-        ({"stream.decoder": ("dali", "pil")}, {}, "stream.decoder is in the grid"),
     ],
 )
 def test_unusable_grids(axes, changes, message):
     with pytest.raises(ConfigError, match=message):
-        cells(axes, changes)
+        grid_cells(axes, changes)
 
 
 @pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["memroy=1,2"], "--grid memroy is not a setting; did you mean 'memory'"),
-        (["memory"], "wanted NAME=VALUE"),
-        (["memory=64", "memory=128"], "names memory twice"),
-    ],
+    ("texts", "message"), [(["memory"], "wanted NAME=VALUE"), (["memory=64", "memory=128"], "names memory twice")]
 )
 def test_unusable_axes(texts, message):
     with pytest.raises(ConfigError, match=message):
         read_axes(texts, ["mose"])
-
-
-def test_a_single_value_is_no_list():
     with pytest.raises(ConfigError, match="memory is 64; wanted a list"):
         axes_of({"memory": 64}, ["mose"], "grid")
 
 
 def test_folders_of_the_same_name_are_told_apart(tmp_path):
     names = [str(tmp_path / "a" / "digits.npz"), str(tmp_path / "b" / "digits.npz")]
-    assert [cell.name for cell in cells({"stream.name": tuple(names)})] == ["stream-digits_1", "stream-digits_2"]
+    assert [cell.name for cell in grid_cells({"stream.name": tuple(names)}, {})] == [
+        "stream-digits_1",
+        "stream-digits_2",
+    ]

@@ -3,7 +3,6 @@ run that it would be alone.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -25,15 +24,15 @@ from mose_fast._build_info import build_info
 from mose_fast.experiments import engine as engine_module
 from mose_fast.experiments.engine import LocalEngine
 from mose_fast.experiments.folder import SweepFolder
-from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.grid import grid_cells
 from mose_fast.experiments.place import Place
 from mose_fast.experiments.protocol import ENDS
 from mose_fast.experiments.ray_engine import RayEngine
 from mose_fast.experiments.sweep import run_grid
+from mose_fast.learner.named_settings import with_changes
 from mose_fast.runs.files import LOCK
 from mose_fast.runs.lock import FolderLock, FolderLocked
 from mose_fast.runs.store import read_store
-from mose_fast.settings.run import RunConfig
 from mose_fast.train import RunError, run
 from tests.paths import ROOT
 
@@ -41,7 +40,8 @@ PACKAGE = Path(mose_fast.__file__).parent
 SEEDS = (0, 1)
 # Small batches, so that there are many moments to be interrupted at.
 CHANGES = {
-    "stream.limit_per_task": 20,
+    "stream.tasks": 2,
+    "stream.limit_per_task": 40,
     "stream.batch": 4,
     "width": 1,
     "memory": 64,
@@ -51,25 +51,25 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, settings):
+def alone():
     """Weight hashes by seed of the runs alone, in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    stream = {**settings["stream"], "batch": 4}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # batches of 4 are not the preset's
-        hashes = {
-            seed: run(RunConfig.create(**{**settings, "stream": stream}, seed=seed))["weights_sha256"] for seed in SEEDS
-        }
+        hashes = {seed: run(with_changes(None, {**CHANGES, "seed": seed}))["weights_sha256"] for seed in SEEDS}
     torch.set_num_threads(before)
     return hashes
 
 
-def start_sweep(out, *more):
-    cores = len(os.sched_getaffinity(0))
-    settings = "--width 1 --memory 64 --limit-per-task 20 --device cpu --batch 4 --checkpoint-every 2 --seeds 0-1"
-    command = [sys.executable, "-m", "mose_fast", "sweep", *settings.split()]
-    command += ["--workers", str(cores), "--out", str(out), *more]
+SWEEP = (
+    "sweep --width 1 --memory 64 --tasks 2 --limit-per-task 40 --batch 4 --checkpoint-every 2 --seeds 0-1 --device cpu"
+)
+
+
+def start_sweep(out):
+    """With one worker: to start one takes most of the time here."""
+    command = [sys.executable, "-m", "mose_fast", *SWEEP.split(), "--workers", "1", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent
@@ -140,67 +140,70 @@ def resumed(out):
     return sum(log.read_text().count("continued after batch") for log in out.glob("logs/seed-*.log"))
 
 
+@pytest.fixture
+def folder(tmp_path):
+    made = SweepFolder(tmp_path / "s")
+    made.create()
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine with two workers, which start when they are needed."""
+    with contextlib.closing(LocalEngine([None, None], threads=1)) as made:
+        yield made
+
+
 def commands(folder):
-    cells = Grid({"seed": SEEDS}, CHANGES).cells()
-    folder.create()
-    for cell in cells:
-        folder.config(cell.name).write_text(cell.config.to_json())
-        yield {
-            "do": "run",
-            "cell": cell.name,
-            "config": str(folder.config(cell.name)),
-            "out": str(folder.run(cell.name)),
-            "log": str(folder.log(cell.name)),
-            "afresh": False,
-            "wandb": None,
-        }
+    for cell in grid_cells({"seed": SEEDS}, CHANGES):
+        paths = {"config": folder.config(cell.name), "out": folder.run(cell.name), "log": folder.log(cell.name)}
+        paths["config"].write_text(cell.config.to_json())
+        command = {"do": "run", "cell": cell.name, "afresh": False, "wandb": None}
+        yield command | {name: str(path) for name, path in paths.items()}
 
 
 def until_ended(engine, number):
-    ended, events, deadline = {}, [], time.monotonic() + 120
+    """The last events of that many cells, by cell."""
+    ended, deadline = {}, time.monotonic() + 120
     while len(ended) < number:
-        assert time.monotonic() < deadline, f"waited in vain; so far {events}"
-        for event in engine.events(0.2):
-            events.append(event)
-            if event["event"] in ENDS:
-                ended[event["cell"]] = event
-    return ended, events
+        assert time.monotonic() < deadline, f"waited in vain; so far {ended}"
+        ended |= {event["cell"]: event for event in engine.events(0.2) if event["event"] in ENDS}
+    return ended
 
 
 @pytest.mark.slow
-def test_one_run_is_stopped_and_the_other_goes_on(tmp_path, alone):
-    folder = SweepFolder(tmp_path / "s")
-    engine = LocalEngine([None, None], threads=1, logs=folder.logs)
-    try:
-        for command in commands(folder):
-            engine.start(command)
-        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-1/checkpoints/step-*")))
-        engine.stop("seed-1")
-        ended, events = until_ended(engine, 2)
-    finally:
-        engine.close()
-    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}, events
+def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(folder, engine, tmp_path):
+    command = next(commands(folder))
+    missing = with_changes(None, {**CHANGES, "stream.name": str(tmp_path / "missing.npz")})
+    Path(command["config"]).write_text(missing.to_json())
+    engine.start(command)
+    ended = until_ended(engine, 1)["seed-0"]
+    assert ended["event"] == "failed"
+    assert "missing.npz" in ended["error"]
+    assert "missing.npz" in folder.log("seed-0").read_text()
+
+
+@pytest.mark.slow
+def test_one_run_is_stopped_and_the_other_goes_on(folder, engine, alone):
+    other, stopped = commands(folder)
+    engine.start(stopped)
+    engine.start(other)
+    wait_for(lambda: list(folder.path.glob("seed-1/checkpoints/step-*")))
+    engine.stop("seed-1")
+    ended = until_ended(engine, 2)
+    assert {cell: event["event"] for cell, event in ended.items()} == {"seed-0": "done", "seed-1": "stopped"}
     results = json.loads((folder.run("seed-0") / "results.json").read_text())
     assert results["weights_sha256"] == alone[0] and results["resumed"] == 0
     assert not (folder.run("seed-1") / "results.json").exists()
 
-
-@pytest.mark.slow
-def test_a_worker_that_is_told_to_end_lets_its_run_write_a_checkpoint(tmp_path):
-    """As a cluster ends a job: every process gets the signal, or one of them."""
-    folder = SweepFolder(tmp_path / "s")
-    engine = LocalEngine([None], threads=1, logs=folder.logs)
-    try:
-        engine.start(next(commands(folder)))
-        process = engine.workers[0].process
-        wait_for(lambda: engine.events(0.1) and list(folder.path.glob("seed-*/checkpoints/step-*")))
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGHUP)
-        ended, events = until_ended(engine, 1)
-        assert ended["seed-0"]["event"] == "stopped", events
-        assert process.wait(30) == 0
-    finally:
-        engine.close()
+    # As a cluster ends a job: every process gets the signal, or one of them.
+    engine.start(stopped)
+    process = next(worker.process for worker in engine.workers if worker.cell == "seed-1")
+    wait_for(lambda: any(event["event"] == "progress" for event in engine.events(0.1)))
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    assert until_ended(engine, 1)["seed-1"]["event"] == "stopped"
+    assert process.wait(30) == 0
 
 
 _RAY_TASK = """
@@ -216,15 +219,11 @@ _run_on_this_machine(json.loads(sys.argv[1]), 1, sys.argv[2], Queue)
 
 
 @pytest.mark.slow
-def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
-    folder = SweepFolder(tmp_path / "s")
+def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(folder):
     command = next(commands(folder))
-    config = json.loads(Path(command["config"]).read_text()) | {"checkpoint_every": None}
-    config["stream"] |= {
-        "limit_per_task": None,
-        "tasks": 1,
-    }  # hundreds of batches before the checkpoint at the task's end
-    Path(command["config"]).write_text(json.dumps(config))
+    # Hundreds of batches before the checkpoint at the task's end.
+    config = with_changes(None, CHANGES | {"checkpoint_every": None, "stream.limit_per_task": None, "stream.tasks": 1})
+    Path(command["config"]).write_text(config.to_json())
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     task = [sys.executable, "-c", _RAY_TASK, json.dumps(command), command["config"]]
     with subprocess.Popen(task, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -239,57 +238,32 @@ def test_a_ray_task_that_is_ended_lets_its_run_write_a_checkpoint(tmp_path):
     assert not (folder.run("seed-0") / "results.json").exists()
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_start_fails_with_its_reason_in_the_log(tmp_path):
-    folder = SweepFolder(tmp_path / "s")
-    command = next(commands(folder))
-    config = RunConfig.load(command["config"])
-    broken = dataclasses.replace(config, stream=dataclasses.replace(config.stream, name=str(tmp_path / "missing.npz")))
-    Path(command["config"]).write_text(broken.to_json())
-    engine = LocalEngine([None], threads=1, logs=folder.logs)
-    try:
-        engine.start(command)
-        ended, _ = until_ended(engine, 1)
-    finally:
-        engine.close()
-    assert ended["seed-0"]["event"] == "failed"
-    assert "missing.npz" in ended["seed-0"]["error"]
-    assert "missing.npz" in folder.log("seed-0").read_text()
-
-
-def first_event(engine, command):
-    try:
-        engine.start(command)
-        return until_ended(engine, 1)[0][command["cell"]]
-    finally:
-        engine.close()
+def error_of_a_first_command():
+    with contextlib.closing(LocalEngine([None], threads=1)) as engine:
+        engine.start({"do": "measure", "cell": "seed-0", "config": {}})
+        return until_ended(engine, 1)["seed-0"]["error"]
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
-    assert event == {
-        "event": "failed",
-        "cell": "seed-0",
-        "error": "a worker process said: ImportError: this is not torch, when it started",
-    }
+    said = "a worker process said: ImportError: this is not torch, when it started"
+    assert error_of_a_first_command() == said
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_used_cuda_forks_no_run(tmp_path, monkeypatch):
+def test_a_worker_that_has_used_cuda_forks_no_run(monkeypatch):
     """Whoever asks PyTorch for GPUs, even in vain, has."""
     used = "import sys, torch; torch.cuda.is_available(); from mose_fast.experiments.worker import main; main()"
     monkeypatch.setattr(engine_module, "python", lambda module, *arguments: [sys.executable, "-c", used, *arguments])
-    event = first_event(LocalEngine([None], threads=1), {"do": "measure", "cell": "seed-0", "config": {}})
-    assert event["error"] == "its worker had used CUDA before it forked, after which no run can"
+    assert error_of_a_first_command() == "its worker had used CUDA before it forked, after which no run can"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--engine", "ray", "--address", "local"]], ids=["local", "ray"])
-def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more):
+def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, alone, more):
     """A sweep with the installed package, in a clone without native library and with modules named
-    like others.
+    like others; its runs are those that they are alone.
     """
     if more:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
@@ -300,30 +274,15 @@ def test_workers_import_what_the_sweep_imports_wherever_it_stands(tmp_path, more
     # As pip's script.
     script = tmp_path / "mose-fast"
     script.write_text("import sys\nfrom mose_fast.app.cli import main\nsys.exit(main())\n")
-    command = [sys.executable, script, "sweep", "--width", "1", "--memory", "64", "--limit-per-task", "4"]
-    command += ["--device", "cpu", "--seeds", "0-3", "--workers", "2", "--out", tmp_path / "s", *more]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=clone, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, script, *SWEEP.split(), "--workers", "2", "--out", tmp_path / "s", *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=clone, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(path.read_text()) for path in (tmp_path / "s").glob("*/results.json")]
     here = build_info()
-    assert [run["native_backend"] for run in found] == [here["backend"]] * 4
+    assert [run["native_backend"] for run in found] == [here["backend"]] * 2
     assert {run["commit"] is None for run in found} == {here["commit"] is None}
-
-
-@pytest.mark.slow
-def test_ray_gives_the_same_runs(tmp_path, alone):
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'mose-fast[ray]'")
-    cores = len(os.sched_getaffinity(0))
-    outcome = run_grid(
-        Grid({"seed": SEEDS}, CHANGES),
-        tmp_path / "s",
-        Place(workers=cores, engine="ray", address="local"),
-        say=lambda line: None,
-    )
-    assert outcome.failures == ()
-    assert dict(zip(outcome.table["seed"], outcome.table["weights_sha256"], strict=True)) == alone
+    assert {run["seed"]: run["weights_sha256"] for run in found} == alone
 
 
 class RayOfTasks:
@@ -333,6 +292,7 @@ class RayOfTasks:
 
     def __init__(self):
         self.finished, self.events, self.errors = [], [], {}
+        self.qsize = lambda: len(self.events)
 
     def wait(self, tasks, num_returns, timeout):
         return [task for task in tasks if task in self.finished], []
@@ -341,29 +301,29 @@ class RayOfTasks:
         if task in self.errors:
             raise self.errors[task]
 
-    def qsize(self):
-        return len(self.events)
-
     def get_nowait_batch(self, count):
         found, self.events = self.events[:count], self.events[count:]
         return found
 
 
-def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
-    ray = RayOfTasks()
+@pytest.fixture
+def ray_engine():
+    """An engine with one task, of the cell a."""
     engine = RayEngine.__new__(RayEngine)
-    engine.ray = engine.queue = ray
+    engine.ray = engine.queue = RayOfTasks()
     engine.runs, engine.running, engine.ended = 2, {1: "a"}, set()
+    return engine
+
+
+def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one(ray_engine):
     failed = {"event": "failed", "cell": "a", "error": "no room"}
-    ray.events = [failed]
-    assert engine.events(0) == [failed]
-    engine.running[2] = "a"  # started again, while the first task still has its process to end
-    ray.finished = [1]
-    assert engine.events(0) == []
-    assert engine.free() == 1
-    ray.finished = [2]
-    assert engine.events(0) == [{"event": "died", "cell": "a", "signal": None}]
-    assert engine.free() == 2
+    ray_engine.ray.events = [failed]
+    assert ray_engine.events(0) == [failed]
+    ray_engine.running[2] = "a"  # started again, while the first task still has its process to end
+    ray_engine.ray.finished = [1]
+    assert ray_engine.events(0) == [] and ray_engine.free() == 1
+    ray_engine.ray.finished = [2]
+    assert ray_engine.events(0) == [{"event": "died", "cell": "a", "signal": None}] and ray_engine.free() == 2
 
 
 @pytest.mark.parametrize(
@@ -374,14 +334,11 @@ def test_a_ray_task_ends_its_own_start_of_a_cell_and_no_later_one():
         (None, {"event": "died", "signal": None}),
     ],
 )
-def test_a_ray_task_that_fails_says_why(cause, event):
-    ray = RayOfTasks()
-    engine = RayEngine.__new__(RayEngine)
-    engine.ray = engine.queue = ray
-    engine.running, engine.ended = {1: "a"}, set()
-    ray.finished, ray.errors = [1], {1: RuntimeError("a long traceback")}
-    ray.errors[1].cause = cause
-    assert engine.events(0) == [{**event, "cell": "a"}]
+def test_a_ray_task_that_fails_says_why(ray_engine, cause, event):
+    error = RuntimeError("a long traceback")
+    error.cause = cause
+    ray_engine.ray.finished, ray_engine.ray.errors = [1], {1: error}
+    assert ray_engine.events(0) == [{**event, "cell": "a"}]
 
 
 def test_unreachable_ray(tmp_path):
@@ -391,10 +348,5 @@ def test_unreachable_ray(tmp_path):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(RunError, match=f"cannot reach a Ray cluster at {address}"):
-            run_grid(
-                Grid({"seed": SEEDS}, CHANGES),
-                tmp_path / "s",
-                Place(engine="ray", address=address),
-                say=lambda line: None,
-            )
+            run_grid(grid_cells({"seed": SEEDS}, CHANGES), tmp_path / "s", Place(engine="ray", address=address))
     assert time.monotonic() - start < 10

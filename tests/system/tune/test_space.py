@@ -51,10 +51,8 @@ def test_a_file_gives_ranges_and_values(tmp_path):
 
 def test_an_axis_holds_what_is_in_it():
     setting = all_settings("er")["options.lr"]
-    assert [Axis(setting, Search(0.1, 0.5)).holds(v) for v in (0.1, 0.5, 0.05, 0.6, "ocm")] == [True, True] + 3 * [
-        False
-    ]
-    assert [Axis(setting, choices=(1, "a")).holds(v) for v in (1, "a", 2)] == [True, True, False]
+    assert [v for v in (0.1, 0.5, 0.05, 0.6, "ocm") if Axis(setting, Search(0.1, 0.5)).holds(v)] == [0.1, 0.5]
+    assert [v for v in (1, "a", 2) if Axis(setting, choices=(1, "a")).holds(v)] == [1, "a"]
 
 
 BAD = [
@@ -64,10 +62,7 @@ BAD = [
     ("[space]\nlearning_rate = [0.1, 0.2]", "learning_rate is not a setting; did you mean 'lr'?"),
     ("[space]\nmemory = [100, 200]", "memory is in the space; wanted switches of the method alone"),
     ("[space]\nseed = [1, 2]", "seed is in the space; wanted switches of the method alone"),
-    ('[space]\nfeed = ["fused", "torch"]', "feed is in the space; wanted switches of the method alone"),
-    ("[space]\nlr = 0.1", "options.lr is 0.1; wanted {low = ..., high = ..., log = true or false}, or a list of"),
-    ("[space]\nlr = [0.1]", "options.lr is [0.1]; wanted {low"),
-    ("[space]\nlr = { low = 0.1 }", "options.lr is {'low': 0.1}; wanted {low"),
+    ("[space]\nlr = [0.1]", "options.lr is [0.1]; wanted {low = ..., high = ..., log = true or false}, or a list of"),
     ("[space]\nlr = { low = 0.1, high = 1, scale = 2 }", "wanted {low = ..."),
     ("[space]\nlr = { low = 0, high = 0.1 }", "options.lr is 0; wanted a number above 0"),
     ("[space]\nlr = { low = 0.2, high = 0.1 }", "options.lr has the range"),
@@ -94,7 +89,6 @@ def test_bad_spaces_are_refused_in_one_line_and_nothing_is_touched(tmp_path, cap
     ("arguments", "message"),
     [
         (("--trials", "0"), "trials is 0; wanted an integer of at least 1"),
-        (("--seeds", "1-0"), "seeds are '1-0'"),
         (("--seeds", "1,1"), "seeds are [1, 1]; wanted at least one, and each once"),
         (("--set", "seed=3"), "seed is set to 3 for all trials; wanted --seeds"),
         (("--set", "evaluate_on=test"), "evaluate_on is 'test', but settings are chosen on held-out training images"),
@@ -103,8 +97,10 @@ def test_bad_spaces_are_refused_in_one_line_and_nothing_is_touched(tmp_path, cap
         (("--validation", "0.001"), "validation is 0.001, which holds out 0 of the"),
         (("--first-tasks", "9"), "first_tasks is 9, and digits has 5 tasks"),
         (("--space", "nowhere.toml"), "cannot read the space nowhere.toml"),
-        (("--workers", "0"), "workers is 0"),
-        (("--set", "classifer=ncm"), "did you mean 'classifier'"),
+        (
+            ("--set", "per_class_cap=null", "--method", "mose"),
+            "options.per_class_cap is null, which best.toml cannot hold",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line_and_nothing_is_touched(tmp_path, capsys, arguments, message):
@@ -112,12 +108,6 @@ def test_bad_arguments_are_refused_in_one_line_and_nothing_is_touched(tmp_path, 
     assert main(["tune", "--method", "er", "--trials", "2", *SMALL, "--out", str(out), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not out.exists()
-
-
-def test_what_toml_cannot_hold_is_refused(tmp_path, capsys):
-    command = ["tune", "--method", "mose", "--trials", "2", *SMALL, "--set", "per_class_cap=null"]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 2
-    assert "options.per_class_cap is null, which best.toml cannot hold" in capsys.readouterr().err
 
 
 def test_without_optuna_there_is_a_hint(tmp_path, capsys, monkeypatch):

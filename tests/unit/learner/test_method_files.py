@@ -14,7 +14,7 @@ import warnings
 import pytest
 
 from mose_fast.experiments import sweep as scheduler
-from mose_fast.experiments.grid import Grid
+from mose_fast.experiments.grid import grid_cells
 from mose_fast.experiments.sweep import run_grid
 from mose_fast.experiments.tune import tuning as tune_module
 from mose_fast.export import export_run
@@ -110,7 +110,7 @@ def test_an_edit_while_the_process_lives_is_refused(write, tmp_path):
     path = tmp_path / "mine.py"
     before = files(name)["mine.py"]
     path.write_text(FILE.format(scale=2))
-    for again in (lambda: run(config), lambda: run_grid(Grid({"seed": (0,)}, {}, config), tmp_path / "sweep")):
+    for again in (lambda: run(config), lambda: run_grid(grid_cells({"seed": (0,)}, {}, config), tmp_path / "sweep")):
         with pytest.raises(ConfigError, match=rf"Mine were edited .* \(mine.py was {before} and is .* now\); restart"):
             again()
     assert not (tmp_path / "sweep").exists()
@@ -142,7 +142,9 @@ def test_an_export_says_that_the_method_has_changed(write, tmp_path):
 
 def sweep(name: str, seeds: int, out) -> None:
     run_grid(
-        Grid({"seed": tuple(range(seeds))}, {}, RunConfig.create(method=name, **SETTINGS)), out, say=lambda _: None
+        grid_cells({"seed": tuple(range(seeds))}, {}, RunConfig.create(method=name, **SETTINGS)),
+        out,
+        say=lambda _: None,
     )
 
 
@@ -150,7 +152,7 @@ def test_a_sweep_refuses_to_mix_versions(write, tmp_path, monkeypatch):
     """Two finished seeds, an edit, and one seed more."""
     out, name = tmp_path / "sweep", write()
     base = RunConfig.create(method=name, **SETTINGS)
-    for cell in scheduler.with_fingerprints(Grid({"seed": (0, 1)}, {}, base).cells(), scheduler.Place()):
+    for cell in scheduler.with_fingerprints(grid_cells({"seed": (0, 1)}, {}, base), scheduler.Place()):
         run(cell.config, out=out / cell.name)
     before, now = files(name)["mine.py"], files(write(2))["mine.py"]
     monkeypatch.setattr(scheduler._Sweep, "_engine", lambda self, logs, lock: pytest.fail("nothing starts"))
@@ -186,7 +188,7 @@ def test_a_study_is_not_continued_with_another_version(write, tmp_path):
         return tune_module._Tuning(base, {}, (0,), 1, tune_module.SweepFolder(tmp_path), tune_module.Place(1), print)
 
     scale = 1
-    plan = {"cells": {}, "threads": 1, "measured": {}, "study": study()._described()}
+    plan = {"threads": 1, "measured": {}, **study().described()}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))
     study()
     scale = 2
@@ -198,7 +200,7 @@ def test_an_edit_while_a_sweep_runs_is_found(write, tmp_path, monkeypatch):
     """A run that a worker began after the edit."""
     name = write()
     config = RunConfig.create(method=name, **SETTINGS)
-    (cell,) = scheduler.with_fingerprints(Grid({"seed": (0,)}, {}, config).cells(), scheduler.Place())
+    (cell,) = scheduler.with_fingerprints(grid_cells({"seed": (0,)}, {}, config), scheduler.Place())
     folder = scheduler.SweepFolder(tmp_path / "sweep")
     run(cell.config, out=folder.run(cell.name))
     assert folder.finished(cell)["config"] == cell.config.to_json()

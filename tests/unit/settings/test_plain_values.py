@@ -260,7 +260,7 @@ def test_a_sweep_takes_them_in_its_grid_and_for_all_runs(capture, tmp_path, arra
         with pytest.raises(Captured) as captured:
             mose_fast.run_sweep(grid, out=tmp_path, **how)
         made, _, place = captured.value.args
-        return [(cell.name, cell.config, cell.values) for cell in made.cells()], place
+        return [(cell.name, cell.config, cell.values) for cell in made], place
 
     texts = {name for name, values in GRID.items() if isinstance(values[0], str)}
     grid = {n: [*map(np.str_, v)] if n in texts else array([*v]) for n, v in GRID.items()}
