@@ -12,18 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, RunConfig, knob
-
-__all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_distillation"]
+from mose_fast.settings.run import ConfigError, RunConfig
 
 _SOURCE = "chaht01/Co2L"
 # The temperature that the contrastive loss is scaled against (chaht01/Co2L).
@@ -108,7 +104,7 @@ class Co2l(ExemplarLearner):
     """
 
     # In training mode also in chaht01/Co2L, where it is copied after training and never switched.
-    teacher_mode: ClassVar[str | None] = "train"
+    teacher_mode = "train"
 
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)
@@ -140,14 +136,9 @@ class Co2l(ExemplarLearner):
         return len(rows.labels), len(rows.labels)
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``anchors``: bool [K], the classes whose rows are anchors, those of the current task; of
-        rows of memory alone all are; ``distils``: whether there is a teacher to follow; ``lr``:
-        float32 scalar, the learning rate, if it changes.
-        """
-        rate = {"lr": upload(torch.tensor(self.learning_rate(sizes)), self.device)} if self.scheduled else {}
-        if not sizes[0]:
-            return {"anchors": self.mask(self.seen), "distils": False, **rate}
-        return {"anchors": self.mask(self.current()), "distils": bool(self.old), **rate}
+        """Beside the masks ``lr``, a scalar, the learning rate, if it changes."""
+        rate = {"lr": self.scalar(self.learning_rate(sizes))} if self.scheduled else {}
+        return super().extras(labels, sizes) | rate
 
     def learning_rate(self, sizes: tuple[int, ...]) -> float:
         """The learning rate of the step that is planned next, on sets of rows of these sizes.
@@ -175,7 +166,7 @@ class Co2l(ExemplarLearner):
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         o, z = self.config.options, outputs.projections
         labels = rows.labels.repeat(2)
-        anchors = rows.extras["anchors"][labels]
+        anchors = rows.extras["current"][labels]  # those of the current task; of rows of memory alone all
         terms = {"contrastive": asymmetric_contrastive_loss(z, labels, anchors, o.temperature)}
         if rows.extras["distils"]:
             taught = self.teacher.outputs(rows.views).projections

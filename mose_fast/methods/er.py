@@ -6,12 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, ReplayLearner
-from mose_fast.settings.run import knob
-
-__all__ = ["Er", "ErOptions"]
 
 
 @dataclass(frozen=True)

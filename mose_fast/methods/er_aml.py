@@ -5,23 +5,17 @@ docs/specification/baselines.md section 6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import draw_pairs
 from mose_fast.nn.cosine import CosineClassifier, directions
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["ErAml", "ErAmlOptions", "metric_loss"]
 
 # The temperature that the loss is scaled against (pclucas14/AML).
 _BASE_TEMPERATURE = 0.07
@@ -82,17 +76,15 @@ class ErAml(ReplayLearner):
     features of old classes alone.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **ReplayLearner.without_boundaries,
-        (
-            "negatives",
-            "task",
-        ): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
+    without_boundaries = ReplayLearner.without_boundaries | {
+        ("negatives", "task"): (
+            "draws negatives from every class seen, so that incoming rows move the features of old classes too"
+        )
     }
 
-    sets: ClassVar[int] = 4
+    sets = 4
     # Its cosines are computed in float32 from float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear

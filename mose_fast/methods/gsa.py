@@ -4,23 +4,19 @@ Online Continual Learning", CVPR 2023; docs/specification/baselines.md section 1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, Search, knob, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import CURRENT_CLASSES, knob
-
-__all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
+from mose_fast.settings.run import CURRENT_CLASSES
 
 
 @dataclass(frozen=True)
@@ -75,16 +71,12 @@ class Gsa(ReplayLearner):
     """
 
     # Neither loss has the logits of classes that have not come.
-    hides_unseen: ClassVar[bool] = True
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **ReplayLearner.without_boundaries,
-        (
-            "replay_from",
-            "others",
-        ): "weighs rows of its incoming batch and of the same few classes, and replays no other",
+    hides_unseen = True
+    without_boundaries = ReplayLearner.without_boundaries | {
+        ("replay_from", "others"): "weighs rows of its incoming batch and of the same few classes, and replays no other"
     }
 
-    sets: ClassVar[int] = 3
+    sets = 3
 
     def build_network(self) -> ExpertNetwork:
         network = super().build_network()

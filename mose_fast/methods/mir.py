@@ -7,22 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.retrieval import highest
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, knob
-
-__all__ = ["Mir", "MirOptions"]
+from mose_fast.settings.run import ConfigError
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,8 @@ class Mir(ReplayLearner):
     incoming batch alone would raise most.
     """
 
-    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
-    not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays"
+    planning = Planning.LOOKS_AT_MODEL
+    not_captured = "looks at the network to choose the rows that it replays"
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
