@@ -17,7 +17,7 @@ from mose_fast.learner.about import Search, knob, official_preset, sources_prese
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
-from mose_fast.memory.retrieval import highest
+from mose_fast.memory import highest
 from mose_fast.settings.run import ConfigError
 
 
