@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mose_fast import _loader
-from mose_fast.learner.latch import RunningStatistics
-from mose_fast.methods import METHODS, PlannedBatch, Planning, create_learner
+from mose_fast.learner.latch import gathered_statistics, undone_if
+from mose_fast.methods import METHODS, Planning, create_learner
 from mose_fast.settings.run import ConfigError
 from tests.unit.methods.by_hand import bits
 
@@ -85,11 +85,8 @@ def test_a_plan_needs_no_model(make, stream, options):
     blind.model = None
     for b in stream:
         planned, prepared = learner.prepare(*b), blind.prepare(*b)
-        assert type(planned) is type(prepared)
-        if isinstance(planned, PlannedBatch):
-            pairs = [tuple((step.plan, step.inputs) for step in p.steps) for p in (planned, prepared)]
-            assert same(*pairs)
-            planned.take()
+        assert same(*(tuple((step.plan, step.inputs) for step in p.steps) for p in (planned, prepared)))
+        planned.take()
     assert torch.equal(learner.memory.images, blind.memory.images)
 
 
@@ -258,7 +255,7 @@ def test_running_statistics_lie_together_and_count_their_changes_apart(make):
     latch = torch.tensor(False)
     for wanted in (False, True):
         kept = {name: b.clone() for name, b in learner.network.named_buffers()}
-        with learner.model.latch.statistics.undone_if(latch):
+        with undone_if(latch, [learner.model.latch.statistics]):
             for buffer in learner.network.buffers():
                 buffer.add_(1)
             latch.fill_(wanted)
@@ -270,17 +267,17 @@ def test_statistics_keep_their_values_when_they_are_gathered():
     for buffer in network.buffers():
         buffer.add_(torch.arange(buffer.numel()).view(buffer.shape))
     kept = [b.clone() for b in network.buffers()]
-    statistics = RunningStatistics(network)
-    assert all(torch.equal(a, b) for a, b in zip(network.buffers(), kept, strict=True))
-    start = statistics.memory.data_ptr()
+    memory = gathered_statistics(network)
+    assert all(map(torch.equal, network.buffers(), kept))
+    start = memory.data_ptr()
     assert {(b.data_ptr() - start) % 256 for b in network.buffers()} == {0}
-    assert all(0 <= b.data_ptr() - start < 8 * len(statistics.memory) for b in network.buffers())
+    assert all(0 <= b.data_ptr() - start < 8 * len(memory) for b in network.buffers())
 
 
 def test_a_network_with_gathered_statistics_can_be_compiled_and_saved():
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.BatchNorm2d(4))
     plain, images = copy.deepcopy(network), torch.randn(2, 3, 8, 8)
-    statistics = RunningStatistics(network)
+    statistics = gathered_statistics(network)
     network.compile(dynamic=False, backend="aot_eager")
     for _ in range(2):
         network(images).sum().backward()
@@ -289,7 +286,7 @@ def test_a_network_with_gathered_statistics_can_be_compiled_and_saved():
     assert all(torch.allclose(t, wanted[name], atol=1e-6) for name, t in network.state_dict().items())
     assert network[1].num_batches_tracked == 2
     kept = [b.clone() for b in network.buffers()]
-    with statistics.undone_if(torch.tensor(True)):
+    with undone_if(torch.tensor(True), [statistics]):
         network(images)
     assert all(map(torch.equal, network.buffers(), kept))
     file = io.BytesIO()
@@ -353,7 +350,7 @@ def test_a_padded_step_is_the_unpadded_step(make, stream, options):
     short = 0
     for b in stream[:12]:
         prepared = bare.prepare(*b)
-        if not isinstance(prepared, PlannedBatch):
+        if not prepared.steps:
             continue
         plan = prepared.steps[0].plan
         rows = padded.padded_rows(plan)

@@ -50,7 +50,7 @@ def test_replayed_rows_are_no_anchors(make, batch, teach):
     learner = teach(make("co2l"), tasks=(0,))
     (step,) = learner.prepare(*batch([2, 3] * 5), 1).steps
     rows = step.inputs
-    assert rows.sizes == (10, 12) and rows.extras["anchors"].nonzero().flatten().tolist() == [2, 3]
+    assert rows.sizes == (10, 12) and rows.extras["current"].nonzero().flatten().tolist() == [2, 3]
     assert len(rows.views) == 44 and rows.extras["distils"]
 
 
