@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mose_fast.memory import ExemplarMemory
-from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, herding_ranks, positions_in_group
+from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, herding_ranks
 
 
 def memory(capacity: int = 20, selection: str = "first", **settings) -> ExemplarMemory:
@@ -40,11 +40,6 @@ def bits(memory: ExemplarMemory) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in memory.tensors().items()} | {
         "host": [memory.seen, memory.filled, memory.held, memory.seed]
     }
-
-
-def test_positions_among_equals():
-    assert positions_in_group(torch.tensor([3, 0, 3, 3, 1, 0])).tolist() == [0, 0, 1, 2, 0, 1]
-    assert positions_in_group(torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
