@@ -74,17 +74,12 @@ class Planner(MethodHooks):
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
         """Starts a task, and ends the previous one if it has not been ended. :meth:`observe` calls
-        it when the task changes.
-
-        A run that is resumed in the middle of a task does not call it again, so everything that a
-        method builds here must be part of its state.
+        it when the task changes. A run that is resumed in the middle of a task does not, so
+        everything that a method builds here must be part of its state.
 
         Args:
             task: A number that no other task has.
             classes: All labels of the task, if they are known beforehand.
-
-        Raises:
-            ConfigError: One of them is no integer, or no label.
         """
         task = whole_number("task", task, low=None)
         if classes is not None:

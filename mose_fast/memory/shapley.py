@@ -48,13 +48,10 @@ def knn_shapley(
 
 def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> Tensor:
     """The value of replaying candidates, float32 [N]: high for those that represent the memory and
-    are close to incoming rows of other classes. A term without any point is 0.
-
-    Args:
-        cooperative: float32 [C, N], Shapley values of candidates for points from memory.
-        adversarial: float32 [A, N], Shapley values of candidates for the incoming rows.
-        kind: ``asvm`` (mean of the first minus mean of the second) | ``asv`` (maximum minus
-            minimum) | ``neg_sv`` (minus the second's sum).
+    are close to incoming rows of other classes; from their Shapley values for points from memory,
+    float32 [C, N], and for the incoming rows, [A, N]. ``kind``: ``asvm`` (mean of the first minus
+    mean of the second) | ``asv`` (maximum minus minimum) | ``neg_sv`` (minus the second's sum). A
+    term without any point is 0.
     """
     if kind == "neg_sv":
         return -adversarial.sum(0)

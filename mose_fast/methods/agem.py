@@ -1,6 +1,4 @@
-"""A-GEM: Averaged Gradient Episodic Memory (Chaudhry et al., "Efficient Lifelong Learning with
-A-GEM", ICLR 2019; docs/specification/baselines.md section 1).
-"""
+"""A-GEM (Chaudhry et al., ICLR 2019; docs/specification/baselines.md section 1)."""
 
 from __future__ import annotations
 

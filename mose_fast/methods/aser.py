@@ -1,6 +1,4 @@
-"""ASER: Adversarial Shapley value Experience Replay (Shim et al., AAAI 2021;
-docs/specification/baselines.md section 5).
-"""
+"""ASER (Shim et al., AAAI 2021; docs/specification/baselines.md section 5)."""
 
 from __future__ import annotations
 
@@ -18,8 +16,6 @@ from mose_fast.memory.shapley import ShapleyMemory
 
 @dataclass(frozen=True)
 class AserOptions(BaselineOptions):
-    """Switches of ASER."""
-
     replay_loss: ClassVar[str] = "one_mean"
 
     memory_policy: str = knob(

@@ -1,6 +1,4 @@
-"""BiC: Bias Correction (Wu et al., "Large Scale Incremental Learning", CVPR 2019;
-docs/specification/baselines.md section 17).
-"""
+"""BiC: Bias Correction (Wu et al., CVPR 2019; docs/specification/baselines.md section 17)."""
 
 from __future__ import annotations
 
@@ -30,8 +28,6 @@ _SOURCE = "wuyuebupt/LargeScaleIncrementalLearning"
 
 @dataclass(frozen=True)
 class BicOptions(ExemplarOptions):
-    """Switches of BiC."""
-
     temperature: float = knob(2.0, "temperature of the distillation", "BiC", above=0, search=TEMPERATURES)
     replay_loss: str = knob("two_means", "mean of the cross-entropy", REPLAY_LOSS_SOURCE, choices=REPLAY_LOSSES)
     shift_penalty: float = knob(

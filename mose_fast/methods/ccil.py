@@ -1,6 +1,4 @@
-"""CCIL (Mittal et al., "Essentials for Class Incremental Learning", CVPR 2021 workshops;
-docs/specification/baselines.md section 16).
-"""
+"""CCIL (Mittal et al., CVPR 2021 workshops; docs/specification/baselines.md section 16)."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ _SOURCE = "sud0301/essentials_for_CIL"
 
 @dataclass(frozen=True)
 class CcilOptions(ExemplarOptions):
-    """Switches of CCIL."""
-
     selection: str = ExemplarOptions.again("selection", "random", _SOURCE)
     replay_from: str = ExemplarOptions.again("replay_from", "all", f"{_SOURCE}: all")
     scale: float = knob(

@@ -1,6 +1,4 @@
-"""Co2L: Contrastive Continual Learning (Cha et al., ICCV 2021; docs/specification/baselines.md
-section 14).
-"""
+"""Co2L (Cha et al., ICCV 2021; docs/specification/baselines.md section 14)."""
 
 from __future__ import annotations
 
@@ -31,8 +29,6 @@ _LEAST_SHARE, _WARM_UP_FROM = 1e-3, 0.01
 
 @dataclass(frozen=True)
 class Co2lOptions(ExemplarOptions):
-    """Switches of Co2L."""
-
     # The classes of the task appear in a loss only as those of its rows.
     current_classes: ClassVar[str] = "seen"
 
@@ -141,10 +137,8 @@ class Co2l(ExemplarLearner):
         return super().extras(labels, sizes) | rate
 
     def learning_rate(self, sizes: tuple[int, ...]) -> float:
-        """The learning rate of the step that is planned next, on sets of rows of these sizes.
-
-        Raises:
-            ConfigError: It needs to know how many batches the task has.
+        """The learning rate of the step that is planned next, on sets of rows of these sizes;
+        ConfigError if it needs to know how many batches the task has.
         """
         o, batches = self.config.options, self.data.task_batches
         if not sizes[0]:
@@ -214,16 +208,9 @@ def similarities(projections: Tensor, temperature: float) -> Tensor:
 
 
 def asymmetric_contrastive_loss(projections: Tensor, labels: Tensor, anchors: Tensor, temperature: float) -> Tensor:
-    """The supervised contrastive loss of anchors against all other views.
-
-    Args:
-        projections: float [V, P], not normalised.
-        labels: int64 [V]; each anchor's label must be that of another view too.
-        anchors: bool [V].
-        temperature: tau.
-
-    Returns:
-        tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
+    """The supervised contrastive loss of ``anchors``, bool [V], against all other views, with
+    projections float [V, P], not normalised; each anchor's label must be that of another view too.
+    tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
     """
     positive = (labels[:, None] == labels).fill_diagonal_(False)
     each = -torch.where(positive, similarities(projections, temperature).log_softmax(1), 0).sum(1) / positive.sum(1)

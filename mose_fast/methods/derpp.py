@@ -1,6 +1,4 @@
-"""DER++: Dark Experience Replay with labels (Buzzega et al., NeurIPS 2020;
-docs/specification/baselines.md section 12).
-"""
+"""DER++ (Buzzega et al., NeurIPS 2020; docs/specification/baselines.md section 12)."""
 
 from __future__ import annotations
 

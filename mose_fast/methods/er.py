@@ -1,6 +1,4 @@
-"""ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019;
-docs/specification/baselines.md section 2).
-"""
+"""ER: Experience Replay (Chaudhry et al., 2019; docs/specification/baselines.md section 2)."""
 
 from __future__ import annotations
 
@@ -13,8 +11,6 @@ from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, Rep
 
 @dataclass(frozen=True)
 class ErOptions(BaselineOptions):
-    """Switches of ER."""
-
     replay_loss: str = knob(
         "two_means",
         "how incoming and replayed rows are weighted against each other",

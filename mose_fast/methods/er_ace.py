@@ -1,7 +1,4 @@
-"""ER-ACE: Experience Replay with Asymmetric Cross-Entropy (Caccia et al., "New Insights on Reducing
-Abrupt Representation Change in Online Continual Learning", ICLR 2022;
-docs/specification/baselines.md section 6.1).
-"""
+"""ER-ACE (Caccia et al., ICLR 2022; docs/specification/baselines.md section 6.1)."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from mose_fast.nn.cosine import CosineClassifier
 
 @dataclass(frozen=True)
 class ErAceOptions(BaselineOptions):
-    """Switches of ER-ACE."""
-
     head: str = knob("cosine", "classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
     incoming_classes: str = knob(
         "batch",

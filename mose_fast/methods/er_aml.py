@@ -1,7 +1,4 @@
-"""ER-AML: Experience Replay with Asymmetric Metric Learning (Caccia et al., "New Insights on
-Reducing Abrupt Representation Change in Online Continual Learning", ICLR 2022;
-docs/specification/baselines.md section 6).
-"""
+"""ER-AML (Caccia et al., ICLR 2022; docs/specification/baselines.md section 6)."""
 
 from __future__ import annotations
 
@@ -90,11 +87,9 @@ class ErAml(ReplayLearner):
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
     def plan(self, x: Tensor, y: Tensor) -> Rows | None:
-        """Incoming rows, their positives, their negatives, replayed rows; the first two sets of
-        equal size, or no pairs at all.
-
-        Incoming rows that lack a positive or a negative are left out. With an empty memory all are
-        trained on by cross-entropy.
+        """Incoming rows, their positives, their negatives, replayed rows. Incoming rows that lack a
+        positive or a negative are left out. With an empty memory all are trained on by
+        cross-entropy, without pairs.
         """
         o = self.config.options
         memory, none = self.memory, y[:0]
@@ -149,18 +144,9 @@ class ErAml(ReplayLearner):
 def metric_loss(
     anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float
 ) -> Tensor:
-    """Supervised contrastive loss of anchors against a set of other vectors, in float32.
-
-    Args:
-        anchors: float [n, D], features; only their directions count.
-        labels: int64 [n].
-        contrast: float [m, D].
-        contrast_labels: int64 [m]; each anchor's label must be among them.
-        temperature: tau.
-
-    Returns:
-        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with
-        the anchor's label.
+    """Supervised contrastive loss of anchors, float [n, D], against a set of other vectors, float
+    [m, D], among whose labels each anchor's must be; only directions count. -(tau / 0.07) times the
+    mean over anchors of the mean log-probability of the vectors with the anchor's label.
     """
     similarities = directions(anchors) @ directions(contrast).T / temperature
     same = labels[:, None] == contrast_labels

@@ -1,6 +1,4 @@
-"""GDumb: Greedy Sampler and Dumb Learner (Prabhu et al., ECCV 2020; docs/specification/baselines.md
-section 7).
-"""
+"""GDumb (Prabhu et al., ECCV 2020; docs/specification/baselines.md section 7)."""
 
 from __future__ import annotations
 
@@ -119,10 +117,8 @@ class Gdumb(ReplayLearner):
         """Incoming batches train nothing."""
 
     def prepare_evaluation(self) -> None:
-        """Trains a new network on the memory, unless this was done since the last batch.
-
-        What comes out depends on the seed and on what was seen, not on how often there was an
-        evaluation before.
+        """Trains a new network on the memory, unless this was done since the last batch. It
+        depends on the seed and on what was seen, not on the number of earlier evaluations.
         """
         o = self.config.options
         if self.data.own["fitted"] == self.memory.seen or self.memory.filled == 0:

@@ -1,6 +1,4 @@
-"""GSA: Gradient Self-Adaptation (Guo et al., "Dealing with Cross-Task Class Discrimination in
-Online Continual Learning", CVPR 2023; docs/specification/baselines.md section 11).
-"""
+"""GSA (Guo et al., CVPR 2023; docs/specification/baselines.md section 11)."""
 
 from __future__ import annotations
 
@@ -152,14 +150,9 @@ def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_weights(sums: Tensor) -> Tensor:
-    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
-
-    Args:
-        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
-            other views.
-
-    Returns:
-        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
+    """The weight of each class, float32 [K]: 2 / (1 + exp(1 - pulled / pushed)), from 0.54 to 2,
+    above 1 where its logit was pulled up more than it was pushed down. ``sums`` are float32 [2, K]:
+    by class c, the sum of 1 - p_c over views of c, and that of p_c over other views.
     """
     pulled, pushed = sums
     return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)

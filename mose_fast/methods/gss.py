@@ -1,6 +1,4 @@
-"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019;
-docs/specification/baselines.md section 4).
-"""
+"""GSS (Aljundi et al., NeurIPS 2019; docs/specification/baselines.md section 4)."""
 
 from __future__ import annotations
 
@@ -22,8 +20,6 @@ _FIRST_SCORE = 0.1
 
 @dataclass(frozen=True)
 class GssOptions(BaselineOptions):
-    """Switches of GSS."""
-
     memory_policy: str = knob(
         "gradients", "what the memory keeps", "GSS", choices={"gradients": "samples whose gradients differ"}
     )

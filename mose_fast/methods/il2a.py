@@ -1,6 +1,4 @@
-"""IL2A: Class-Incremental Learning via Dual Augmentation (Zhu et al., NeurIPS 2021;
-docs/specification/baselines.md section 13).
-"""
+"""IL2A (Zhu et al., NeurIPS 2021; docs/specification/baselines.md section 13)."""
 
 from __future__ import annotations
 
@@ -29,8 +27,6 @@ _WEIGHT = f"choice: a tenth of {_SOURCE}'s 10, which holds a network of one pass
 
 @dataclass(frozen=True)
 class Il2aOptions(ExemplarOptions):
-    """Switches of IL2A."""
-
     selection: str = ExemplarOptions.again("selection", "random", f"choice; {_SOURCE}: none")
     replay_from: str = ExemplarOptions.again(
         "replay_from", "all", f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay"

@@ -1,6 +1,4 @@
-"""LUCIR: Learning a Unified Classifier Incrementally via Rebalancing (Hou et al., CVPR 2019;
-docs/specification/baselines.md section 15).
-"""
+"""LUCIR (Hou et al., CVPR 2019; docs/specification/baselines.md section 15)."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ _SOURCE = "hshustc/CVPR19_Incremental_Learning"
 
 @dataclass(frozen=True)
 class LucirOptions(ExemplarOptions):
-    """Switches of LUCIR."""
-
     selection: str = ExemplarOptions.again("selection", "herding", _SOURCE)
     scale: float = knob(
         10.0,
@@ -168,18 +164,10 @@ def feature_distillation(features: Tensor, taught: Tensor) -> Tensor:
 
 
 def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
-    """How far rows of old classes are from having a margin over the most similar new classes.
-
-    Args:
-        cosines: float32 [N, K], between features and class weights.
-        labels: int64 [N].
-        old, new: bool [K], the classes whose rows count, and their rivals.
-        rivals: Rivals of each row, or all new classes if they are fewer.
-        margin: The wanted difference of cosines.
-
-    Returns:
-        The mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of
-        such a row and one of its rivals; 0 without any.
+    """How far rows of ``old`` classes, bool [K], are from having a margin over the ``rivals`` most
+    similar ``new`` classes: with cosines float32 [N, K] between features and class weights, the
+    mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of such a
+    row and one of its rivals; 0 without any.
     """
     own = cosines.gather(1, labels[:, None])
     nearest = cosines.masked_fill(~new, -math.inf).topk(min(rivals, cosines.shape[1]), 1).values

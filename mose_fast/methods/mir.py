@@ -1,6 +1,4 @@
-"""MIR: Maximally Interfered Retrieval (Aljundi et al., NeurIPS 2019;
-docs/specification/baselines.md section 3).
-"""
+"""MIR (Aljundi et al., NeurIPS 2019; docs/specification/baselines.md section 3)."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ from mose_fast.settings.run import ConfigError
 
 @dataclass(frozen=True)
 class MirOptions(BaselineOptions):
-    """Switches of MIR."""
-
     candidates: int = knob(
         200,
         "rows drawn uniformly, of which buffer_batch are replayed",
@@ -98,19 +94,12 @@ class Mir(ReplayLearner):
         return highest(candidates, self.interference(x, y, candidates), o.buffer_batch)
 
     def interference(self, x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-        """How much a virtual SGD step on the incoming batch alone raises the loss of each
-        candidate.
+        """How much a virtual SGD step on the incoming batch alone raises the loss of each candidate
+        in ``slots``, int64 [S]: float32 [S].
 
         The incoming batch is seen in the views that the step itself will use, candidates as they
         are stored. Batch norm uses the statistics of each pass and leaves its running ones alone;
         the network's weights are not touched or copied.
-
-        Args:
-            x: uint8 [B, H, W, 3]; y: int64 [B].
-            slots: int64 [S].
-
-        Returns:
-            float32 [S]: loss after minus loss before.
         """
         o = self.config.options
         virtual_lr = o.lr if o.virtual_lr is None else o.virtual_lr

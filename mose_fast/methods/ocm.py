@@ -1,6 +1,4 @@
-"""OCM: Online Continual learning through Mutual information maximisation (Guo et al., ICML 2022;
-docs/specification/baselines.md section 9).
-"""
+"""OCM (Guo et al., ICML 2022; docs/specification/baselines.md section 9)."""
 
 from __future__ import annotations
 

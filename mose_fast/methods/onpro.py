@@ -1,6 +1,4 @@
-"""OnPro: Online Prototype learning (Wei et al., ICCV 2023; docs/specification/baselines.md section
-10).
-"""
+"""OnPro (Wei et al., ICCV 2023; docs/specification/baselines.md section 10)."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ from mose_fast.settings.run import ConfigError
 
 @dataclass(frozen=True)
 class OnProOptions(RotatedOptions):
-    """Switches of OnPro."""
-
     random_share: float = knob(
         0.9,
         "share of the replayed rows drawn at random; the others come from pairs of classes with close prototypes",

@@ -1,6 +1,4 @@
-"""SCR: Supervised Contrastive Replay (Mai et al., CVPR 2021 workshops;
-docs/specification/baselines.md section 8).
-"""
+"""SCR (Mai et al., CVPR 2021 workshops; docs/specification/baselines.md section 8)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES
 
 @dataclass(frozen=True)
 class ScrOptions(BaselineOptions):
-    """Switches of SCR."""
-
     augment: str = BaselineOptions.again(
         "augment",
         "scr",

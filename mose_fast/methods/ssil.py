@@ -1,6 +1,4 @@
-"""SS-IL: Separated Softmax for Incremental Learning (Ahn et al., ICCV 2021;
-docs/specification/baselines.md section 18).
-"""
+"""SS-IL (Ahn et al., ICCV 2021; docs/specification/baselines.md section 18)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs
 
 @dataclass(frozen=True)
 class SsilOptions(ExemplarOptions):
-    """Switches of SS-IL."""
-
     temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0, search=TEMPERATURES)
     replay_loss: str = knob(
         "two_means",
@@ -87,12 +83,8 @@ class Ssil(ExemplarLearner):
 
 def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
     """The divergence of the student's softmax from the teacher's within each task, summed over
-    tasks: T^2 times the mean over rows of KL(teacher || student).
-
-    Args:
-        student, teacher: Logits [N, K].
-        tasks: int64 [K], the task of each class. A class that is alone in its task adds nothing.
-        temperature: T, which both logits are divided by.
+    tasks: T^2 times the mean over rows of KL(teacher || student), of logits [N, K] / T. ``tasks``
+    are int64 [K], by class. A class that is alone in its task adds nothing.
     """
     other = tasks[:, None] != tasks
 
