@@ -86,7 +86,7 @@ def test_a_step_does_not_grow_with_the_run(name):
             for step in range(3):
                 learner.observe(*batch(1, step, 8), task=1)
         totals.append((work.operators, work.elements))
-        for step in range(40):
+        for step in range(50):
             learner.observe(*batch(1, step, 8), task=1, train=step % 20 == 0)
     (operators, elements), (later_operators, later_elements) = totals
     assert operators > 100
