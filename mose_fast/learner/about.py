@@ -1,4 +1,4 @@
-"""What a method says of itself: its presets, its source and its cost."""
+"""What a method says of itself: its switches, its presets, its source and its cost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["TABLE", "About", "Preset", "official_preset", "sources_preset", "table_preset"]
+from mose_fast.settings.knob import Search, knob
+
+__all__ = ["TABLE", "About", "Preset", "Search", "knob", "official_preset", "sources_preset", "table_preset"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class About:
         cost: Cost of a step relative to ER's, which is 74 images forward and backward; a forward
             pass alone counts a third.
         presets: Presets by name; the first is the default.
-        files: Hashes of the method's own files as they were imported, see :func:`method_files`.
+        files: What :func:`mose_fast.learner.registry.method_files` gave when it was imported.
     """
 
     year: int

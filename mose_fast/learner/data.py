@@ -30,11 +30,8 @@ _VALUES = ("task", "first_task", "task_classes", "task_batches", "task_start", "
 def check_stream(
     *, classes: Any, image_size: Any = IMAGE_SIZE, mean: Any = (0, 0, 0), std: Any = (1, 1, 1), mirror_safe: Any = True
 ) -> dict[str, Any]:
-    """The description of a stream in plain numbers, by name; :class:`mose_fast.methods.Learner`
-    says what is wanted.
-
-    Raises:
-        ConfigError: One of the arguments has another type or form; the message names it.
+    """The description of a stream in plain numbers, by name; ConfigError if it is not as
+    :class:`mose_fast.methods.Learner` wants it.
     """
 
     def numbers_in(value: Any) -> list[Any]:
@@ -83,8 +80,8 @@ def class_mask(count: int, device: torch.device, classes: Iterable[int]) -> Tens
 
 
 class DataRecord(NamedTuple):
-    """The data plane before a batch: its plain values, the number of the step to be planned next,
-    what undoes the changes of the memory, and copies of the tensors that plans write.
+    """The data plane before a batch: its plain values, the number of the next step, what undoes
+    changes of the memory, and copies of the tensors that plans write.
     """
 
     values: dict[str, Any]
@@ -94,15 +91,8 @@ class DataRecord(NamedTuple):
 
 
 class DataPlane:
-    """The replay memory, the tasks and classes seen so far, and the number of the next step.
-
-    It never sees the network, so that it can run ahead of training.
-
-    Args:
-        memory: An empty replay memory.
-        classes: Number of classes K of the whole stream; labels are 0 ... K - 1.
-        image_size: (H, W) of the images.
-        device: Device that batches are moved to.
+    """The replay memory, the tasks and classes seen so far, and the number of the next step. It
+    never sees the network, so that it can run ahead of training.
 
     Attributes:
         memory: The replay memory.
@@ -131,12 +121,10 @@ class DataPlane:
         self.first_task: int | None = None
         self.task_classes: list[int] | None = None
         self.task_batches: int | None = None
-        self.task_start = 0
         self.seen: list[int] = []
         self.current: list[int] = []
         self.incoming: list[int] = []
-        self.steps = 0
-        self.ahead = 0
+        self.task_start = self.steps = self.ahead = 0
         self.ended = True
         self.own: dict[str, Any] = {}
         self.kept: Callable[[], list[Tensor]] = list
@@ -152,17 +140,17 @@ class DataPlane:
         return self.sequence - self.task_start + 1
 
     def begin_task(self, task: int, classes: list[int] | None) -> None:
-        """Starts a task; see :meth:`mose_fast.methods.Learner.begin_task` for the arguments."""
+        """See :meth:`mose_fast.methods.Learner.begin_task`."""
         self.task = task
-        self.first_task = self.task if self.first_task is None else self.first_task
+        self.first_task = task if self.first_task is None else self.first_task
         self.task_classes = classes
         self.task_batches, self.task_start = None, self.sequence
         self.current = []
         self.ended = False
 
     def receive(self, x: Tensor, y: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Registers the labels of a :meth:`check_batch`; returns the batch on the device.
-        ``index``: int64 [B], positions in the original stream; None: counted from 0.
+        """Registers the labels of a :meth:`check_batch`; returns it on the device, with ``index``,
+        or positions counted from 0.
         """
         if index is None:
             index = torch.arange(self.memory.seen, self.memory.seen + len(x))
@@ -242,9 +230,7 @@ class DataPlane:
         return x
 
     def check_batch(self, x: Tensor | np.ndarray, y: Tensor | np.ndarray | Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch as tensors: images, and labels int64 [B]; ValueError for unusable or no images,
-        and for labels of another type, number or range.
-        """
+        """A batch as tensors: images, and labels int64 [B]; ValueError if one is unusable."""
         x, y = self.check_images(x), plain_tensor(y, "y")
         if len(x) == 0:
             raise ValueError("x is an empty batch; wanted at least one image")

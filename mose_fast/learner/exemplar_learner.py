@@ -4,7 +4,7 @@ when a task ends, and a teacher (docs/specification/baselines.md section 0.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ __all__ = ["REPLAY_LOSS_SOURCE", "TEMPERATURES", "ExemplarLearner", "ExemplarOpt
 
 #: The range of the distillation's temperature.
 TEMPERATURES = Search(1, 8, log=True, source="choice: around the 2 that BiC, CCIL and SS-IL have")
-
 
 #: Source of ``replay_loss`` where a method's repository has new and old images in one batch.
 REPLAY_LOSS_SOURCE = (
@@ -82,10 +81,10 @@ class ExemplarLearner(ReplayLearner):
     a task ends, its exemplars are chosen, then the teacher is taken.
     """
 
-    teacher_mode: ClassVar[str | None] = "eval"
-    hides_unseen: ClassVar[bool] = True
-    needs_boundaries: ClassVar[str] = "chooses its exemplars and its teacher when a task ends"
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
+    teacher_mode = "eval"
+    hides_unseen = True
+    needs_boundaries = "chooses its exemplars and its teacher when a task ends"
+    without_boundaries = Learner.without_boundaries
     memory: ExemplarMemory
 
     #: Share of a class's exemplars that is held out for validation, if the stream is trained on.
@@ -135,6 +134,15 @@ class ExemplarLearner(ReplayLearner):
         """The classes that share the memory, in order: those seen or known to come in this task."""
         return self.data.known_classes(self.config.options.current_classes)
 
+    def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
+        """``current``, ``old``, ``known``: bool [K], the classes of the task, those before it, and
+        both; ``distils``: whether there is a teacher to follow. Rows of memory alone are only
+        classified: each mask has all classes seen.
+        """
+        current, old = (self.current(), self.old) if sizes[0] else (self.seen, self.seen)
+        masks = {"current": self.mask(current), "old": self.mask(old), "known": self.mask({*old, *current})}
+        return {**masks, "distils": sizes[0] > 0 and bool(old)}
+
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
         # In the first task there is nothing to keep: its rows are told apart as they come.
@@ -142,21 +150,13 @@ class ExemplarLearner(ReplayLearner):
             return self.memory.draw_all(o.buffer_batch, self.known())
         return super().retrieve(x, y)
 
-    def held_out(self) -> list[bool] | None:
-        """Whether each image of the batch that came last is kept from training; None: none is."""
-        return None
+    def held_out(self) -> list[bool]:
+        """Whether each image of the batch that came last is kept from training; by default none."""
+        return [False] * len(self.data.incoming)
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        classes, held = torch.tensor(self.data.incoming), self.held_out()
-        return self.memory.insert(
-            x,
-            y,
-            self.task,
-            index,
-            known=self.known(),
-            classes=classes,
-            held_out=None if held is None else torch.tensor(held),
-        )
+        on_host = {"classes": torch.tensor(self.data.incoming), "held_out": torch.tensor(self.held_out())}
+        return self.memory.insert(x, y, self.task, index, known=self.known(), **on_host)
 
     def on_task_end(self) -> None:
         buffer, features = self.memory.buffer, None

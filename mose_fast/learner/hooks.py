@@ -38,14 +38,16 @@ class Planning(IntEnum):
 
 
 class MethodHooks(ABC):
-    """What a method overrides of :class:`mose_fast.methods.Learner`, its subclass. Four functions
-    have no default; :class:`mose_fast.methods.ReplayLearner` defines these for one network and
-    replayed rows.
+    """What a method overrides of :class:`mose_fast.methods.Learner`. Four functions have no
+    default; :class:`mose_fast.methods.ReplayLearner` defines these for one network and replayed
+    rows.
     """
 
     config: RunConfig
     classes: int
+    image_size: tuple[int, int]
     device: torch.device
+    #: The replay memory, the tasks and classes seen so far, and the counters.
     data: DataPlane
     kernels: str
 
@@ -85,7 +87,6 @@ class MethodHooks(ABC):
 
     @property
     def memory(self) -> ReplayMemory:
-        """The replay memory."""
         return self.data.memory
 
     @property
@@ -113,12 +114,8 @@ class MethodHooks(ABC):
 
     @abstractmethod
     def plan(self, x: Tensor, y: Tensor) -> Any:
-        """Chooses the rows of the step for an incoming batch; None if the batch trains nothing.
-
-        Args:
-            x: uint8 [B, H, W, 3] on the learner's device.
-            y: int64 [B] on the learner's device, registered in ``seen`` and ``current``. The memory
-                does not contain the batch yet.
+        """Chooses the rows of the step for a batch, uint8 [B, H, W, 3] and int64 [B] on the device;
+        None if it trains nothing. ``seen`` has its labels, the memory does not have it yet.
         """
 
     @abstractmethod
@@ -130,33 +127,20 @@ class MethodHooks(ABC):
 
         If steps are captured, they are a tuple of tensors, plain values and such tuples or
         dictionaries. Steps whose tensors have equal shapes and whose plain values are equal share a
-        graph.
-
-        Args:
-            plan: The result of :meth:`plan` or :meth:`rehearsal`.
-            stored: int64 [B], the result of :meth:`store` if the batch was stored before its last
-                step, which this is.
+        graph. ``stored`` is the result of :meth:`store`, int64 [B], if this is the batch's last
+        step and it was stored before.
         """
         return plan
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        """Offers a batch to the memory after its training step. The arguments are those of
-        :meth:`observe`, checked and on the device.
-
-        Returns:
-            int64 [B]: the slot of each item now, -1 if it was not stored.
+        """Offers a batch with its positions in the stream, int64 [B], to the memory after its step.
+        Returns int64 [B]: the slot of each item now, -1 if it was not stored.
         """
         return self.memory.insert(x, y, self.task, index)
 
     def on_stored(self, x: Tensor, slots: Tensor) -> bool:
-        """Called for a batch that was stored and trains nothing, in its turn among the steps.
-
-        Args:
-            x: uint8 [B, H, W, 3], the images.
-            slots: int64 [B], the result of :meth:`store`.
-
-        Returns:
-            Whether anything has changed.
+        """Called for images that were stored in slots and train nothing, in their turn among the
+        steps. Returns whether anything has changed.
         """
         return False
 
@@ -188,15 +172,9 @@ class MethodHooks(ABC):
 
     @abstractmethod
     def train_on(self, inputs: Any) -> dict[str, Tensor]:
-        """Takes one training step: views, forward pass, losses, backward pass and optimiser. It
-        does not count the step.
-
-        Args:
-            inputs: The result of :meth:`inputs`.
-
-        Returns:
-            The step's losses by name, as scalars on the learner's device; the first is the
-            minimised loss, as :meth:`Model.minimise` returns it.
+        """Takes one training step on the result of :meth:`inputs`: views, forward pass, losses,
+        backward pass and optimiser. Returns the losses by name, scalars on the device; the first
+        is the minimised one, as :meth:`Model.minimise` returns it.
         """
 
     def on_task_end(self) -> None:
@@ -225,11 +203,7 @@ class MethodHooks(ABC):
 
     @classmethod
     def images_kept(cls, config: RunConfig, tasks: Sequence[tuple[int, int]]) -> int:
-        """The most images that a learner keeps from one batch to the next.
-
-        Args:
-            config: The run's settings.
-            tasks: Number of classes and of images of each task; the classes of a task have equally
-                many, and no two tasks have one in common.
+        """The most images that a learner keeps from one batch to the next, for tasks of so many
+        equally large classes of their own, and of so many images.
         """
         return min(config.memory, sum(images for _, images in tasks))

@@ -45,11 +45,8 @@ class Learner(Planner):
     """An online learner: sees each batch once, keeps a replay memory, predicts at any time.
 
     Users call :meth:`observe` and :meth:`predict`. To plan batches ahead, call :meth:`prepare` and
-    the prepared batch's ``take`` instead; together they do what :meth:`observe` does.
-
-    A method defines how rows are chosen (:meth:`plan`, :meth:`rehearsal`, :meth:`store`), the
-    network (:meth:`build_network`) and the step (:meth:`train_on`).
-    :class:`mose_fast.methods.ReplayLearner` defines all of these for one network and replayed rows.
+    the prepared batch's ``take`` instead; together they do what :meth:`observe` does. Methods
+    override the functions of :class:`mose_fast.learner.hooks.MethodHooks`.
 
     Args:
         config: The run's settings.
@@ -122,10 +119,9 @@ class Learner(Planner):
 
     def keep(self, name: str, value: K, *, written: str = "steps") -> K:
         """Makes a tensor or a module of the method's own part of the state, as ``self.<name>`` on
-        the learner's device: it is saved, restored and undone with the rest.
-
-        Call it while the learner is built, in ``__init__`` or ``build_model``; later code writes it
-        in place, without gradients. Another call with the name replaces it.
+        the learner's device: it is saved, restored and undone with the rest. Call it while the
+        learner is built, in ``__init__`` or ``build_model``; later code writes it in place, without
+        gradients. Another call with the name replaces it. Returns the value, on the device.
 
         Args:
             name: Name of the attribute.
@@ -135,9 +131,6 @@ class Learner(Planner):
                 :meth:`plan`, :meth:`store` and what they call; undoing a batch restores it.
                 ``tasks``: between steps alone, by :meth:`begin_task` or :meth:`on_task_end`, so
                 that steps need no copy of it; only then may its shape change during a run.
-
-        Returns:
-            The value, on the device.
 
         Raises:
             ConfigError: One of the arguments is unusable, or the first task has begun.
@@ -248,7 +241,7 @@ class Learner(Planner):
         """The class means of the current memory; computed once between two batches.
 
         Args:
-            features: [E, filled, D], the features of the memory's samples, if already computed.
+            features: [E, filled, D], those of the memory's samples, if already computed.
         """
         if self._means is None:
             filled = self.memory.filled
@@ -322,9 +315,8 @@ class Learner(Planner):
     # State
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that must be restored to continue exactly: tensors by name, values for JSON.
-
-        The tensors are contiguous copies, each with memory of its own.
+        """All that must be restored to continue exactly: tensors by name, contiguous copies each
+        with memory of its own, and values for JSON.
         """
         tensors = {
             name: tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -361,11 +353,8 @@ class Learner(Planner):
         return self.data.values() | own
 
     def check_kept(self) -> None:
-        """Refuses a method that holds tensors, modules or random generators that are not part of
-        its state: a run that is resumed would not have them.
-
-        Raises:
-            ConfigError: There is one; the message names the attribute.
+        """ConfigError for a method that holds tensors, modules or random generators that are not
+        part of its state: a run that is resumed would not have them.
         """
         if name := next((name for name, value in self.data.own.items() if not survives_json(value)), None):
             raise ConfigError(
@@ -383,12 +372,8 @@ class Learner(Planner):
             )
 
     def load_state(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Restores the result of :meth:`state`. If the configuration leaves the precision open, the
-        precision of the state is used from now on.
-
-        Raises:
-            ValueError: The state belongs to another network or memory, or to a method that keeps
-                other tensors.
+        """Restores the result of :meth:`state`, also its precision, where the configuration leaves
+        that open. ValueError if it is of another network or memory, or of other kept values.
         """
         values = dict(values)
         precision = values.pop("precision", self.precision.name)
@@ -404,7 +389,7 @@ class Learner(Planner):
         self.model.load({name: t for name, t in tensors.items() if not name.startswith(("memory/", "kept/"))}, changed)
         self.data.load(values, part("memory/"))
         self._kept.load(part("kept/"))
-        self.__dict__ |= self._kept.values()
+        self.__dict__ |= {name: kept.value for name, kept in self._kept.items()}
         self._means = None
 
     def weights_hash(self) -> str:

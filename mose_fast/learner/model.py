@@ -15,7 +15,7 @@ from torch.backends.cuda import matmul
 from torch.func import functional_call
 
 from mose_fast.augment import ViewMaker
-from mose_fast.learner.latch import Latch
+from mose_fast.learner.latch import Latch, undone_if
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
@@ -64,16 +64,9 @@ class Model:
     """Takes optimiser steps, gives outputs, and is saved and restored. It knows neither memory nor
     tasks.
 
-    Args:
+    Attributes:
         network: The network, on its device, in channels_last.
         optimiser: The optimiser of its parameters.
-        views: Normalises raw images.
-        precision: ``fp32``, ``tf32`` or ``bf16``.
-        evaluation_batch: Images in a forward pass of :meth:`outputs`.
-        reads_losses_late: See :class:`Latch`.
-
-    Attributes:
-        network, optimiser: The arguments.
         latch: Freezes both once a loss is not finite.
         leaves: For each parameter, in order, the tensor that forward passes use and whose ``grad``
             the optimiser reads: the parameter, or its bf16 copy if the optimiser keeps one.
@@ -121,7 +114,7 @@ class Model:
         """A context for the forward passes and :meth:`minimise` of one training step: it sets the
         precision, and restores the running statistics if the step changes nothing.
         """
-        with self.precise(), self.latch.statistics.undone_if(self.latch.closed):
+        with self.precise(), undone_if(self.latch.closed, [self.latch.statistics]):
             yield
 
     def autocast(self) -> torch.autocast:
@@ -163,7 +156,7 @@ class Model:
     @torch.no_grad()
     def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:
         """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3]
-        in evaluation mode; ``after_part`` is called after each forward pass.
+        in evaluation mode; calls ``after_part`` after each forward pass.
         """
         self.network.eval()
         features, logits = [], []
@@ -184,23 +177,20 @@ class Model:
     def renewed(self, rows: Tensor, values: Mapping[nn.Parameter, Tensor] | None = None) -> Iterator[None]:
         """A context of one step, before which ``rows``, bool [K], of some parameters start anew
         from ``values`` [K, ...], or :attr:`first_rows`, with zero moments. If the step is not
-        taken, all is as before. The host asks the device for nothing, so it can be part of a
-        captured graph.
+        taken, all is as before. It can be part of a captured graph.
         """
-        before = []
-        with torch.no_grad():
-            for parameter, new_values in (self.first_rows if values is None else values).items():
-                mask = rows.reshape(-1, *(1,) * (parameter.dim() - 1))
-                moments = [m for m in self.optimiser.state.get(parameter, {}).values() if m.shape == parameter.shape]
-                for tensor, new in [(parameter, new_values), *((moment, 0) for moment in moments)]:
-                    before.append((tensor, tensor.detach().clone()))
-                    tensor.copy_(torch.where(mask, new, tensor))
-            self.weights_were_set()
-        yield
-        with torch.no_grad():
-            for tensor, old in before:
-                tensor.copy_(torch.where(self.latch.closed, old, tensor))
-            self.weights_were_set()
+        new = []
+        for parameter, new_values in (self.first_rows if values is None else values).items():
+            moments = [m for m in self.optimiser.state.get(parameter, {}).values() if m.shape == parameter.shape]
+            new += [(parameter, new_values), *((moment, 0) for moment in moments)]
+        with undone_if(self.latch.closed, [tensor for tensor, _ in new]):
+            with torch.no_grad():
+                for tensor, value in new:
+                    mask = rows.reshape(-1, *(1,) * (tensor.dim() - 1))
+                    tensor.copy_(torch.where(mask, value, tensor))
+                self.weights_were_set()
+            yield
+        self.weights_were_set()
 
     def forget_moments(self) -> None:
         """Sets the optimiser's moments and step counts to zero, unless the latch is closed."""
@@ -226,7 +216,6 @@ class Model:
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, running statistics and optimiser state, by name."""
         tensors = {f"network/{name}": tensor for name, tensor in self.network.state_dict().items()}
         for name, parameter in self.network.named_parameters():
             for part, value in self.optimiser.state.get(parameter, {}).items():
@@ -281,7 +270,6 @@ class Model:
         self.latch.open()
 
     def weights_hash(self) -> str:
-        """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.network.state_dict().items()):
             digest.update(f"network/{name}".encode())

@@ -80,18 +80,13 @@ def read_value(setting: Setting, text: str) -> Any:
 
 
 def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfig:
-    """A configuration with some settings changed.
+    """A configuration with some settings changed, by dotted name; without a ``base``, from the
+    defaults of the method and preset in ``changes``. ConfigError for an unknown name or a value
+    that is out of range.
 
     Where ``changes`` names another method or preset than ``base``, the options that ``base``
     changes from its own preset are kept and all others come from the new one. Where they name
     another stream, the fingerprint of the earlier one's data goes with it.
-
-    Args:
-        base: Settings to start from; None: the defaults of the method and preset in ``changes``.
-        changes: Values by dotted name.
-
-    Raises:
-        ConfigError: A name is unknown or a value is out of range.
     """
     values: dict[str, Any] = {"stream": {}, "options": {}}
     changes = {name: plain(value) for name, value in changes.items()}
@@ -112,23 +107,15 @@ def with_changes(base: RunConfig | None, changes: Mapping[str, Any]) -> RunConfi
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths, so that its run continues from any folder."""
-    stream = config.stream
-    data_dir = None if stream.data_dir is None else _absolute(stream.data_dir)
-    stream = dataclasses.replace(stream, name=_absolute_stream(stream.name), data_dir=data_dir)
-    return dataclasses.replace(config, method=_absolute_method(config.method), stream=stream)
 
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
-
-
-def _absolute_method(name: str) -> str:
-    path, _, attribute = name.rpartition(":")
-    return f"{_absolute(path)}:{attribute}" if path.endswith(".py") else name
-
-
-def _absolute_stream(name: str) -> str:
-    if name in streams.names():
-        return name
-    path = Path(name).expanduser()
-    return _absolute(name) if os.sep in name or path.suffix.lower() == ".npz" or path.exists() else name
+    stream, (path, _, attribute) = config.stream, config.method.rpartition(":")
+    method = f"{absolute(path)}:{attribute}" if path.endswith(".py") else config.method
+    data_dir = None if stream.data_dir is None else absolute(stream.data_dir)
+    name, data = stream.name, Path(stream.name).expanduser()
+    if name not in streams.names() and (os.sep in name or data.suffix.lower() == ".npz" or data.exists()):
+        name = absolute(name)
+    stream = dataclasses.replace(stream, name=name, data_dir=data_dir)
+    return dataclasses.replace(config, method=method, stream=stream)

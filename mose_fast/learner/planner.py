@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mose_fast.learner.data import DataRecord
 from mose_fast.learner.hooks import MethodHooks, Planning
-from mose_fast.learner.kept import WRITTEN, KeptValues, undone_if
+from mose_fast.learner.kept import WRITTEN, KeptValues
+from mose_fast.learner.latch import undone_if
 from mose_fast.learner.model import Model
-from mose_fast.learner.prepared import PlannedBatch, PlannedStep, Prepared, StoredBatch, ViewsToCome, WholeBatch
+from mose_fast.learner.prepared import PlannedStep, Prepared, ViewsToCome, WholeBatch
 from mose_fast.learner.returned import are_scalars, are_slots, check_returned
 from mose_fast.nn import ClassMeans, ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
@@ -54,7 +55,6 @@ class Planner(MethodHooks):
 
     @property
     def network(self) -> ExpertNetwork:
-        """The network."""
         return self.model.network
 
     @property
@@ -74,17 +74,12 @@ class Planner(MethodHooks):
 
     def begin_task(self, task: int, classes: Sequence[int] | None = None) -> None:
         """Starts a task, and ends the previous one if it has not been ended. :meth:`observe` calls
-        it when the task changes.
-
-        A run that is resumed in the middle of a task does not call it again, so everything that a
-        method builds here must be part of its state.
+        it when the task changes. A run that is resumed in the middle of a task does not, so
+        everything that a method builds here must be part of its state.
 
         Args:
             task: A number that no other task has.
             classes: All labels of the task, if they are known beforehand.
-
-        Raises:
-            ConfigError: One of them is no integer, or no label.
         """
         task = whole_number("task", task, low=None)
         if classes is not None:
@@ -119,8 +114,7 @@ class Planner(MethodHooks):
             x: uint8 [B, H, W, 3], raw images.
             y: integers [B] in 0 ... K - 1.
             task: The task that the batch belongs to.
-            index: int64 [B], positions in the original stream, kept in the memory; None: counted
-                from 0.
+            index: int64 [B], positions in the original stream; None: counted from 0.
             train: False only stores the batch.
             store: False does not change the memory (every epoch after the first).
 
@@ -157,18 +151,16 @@ class Planner(MethodHooks):
         train: bool = True,
         store: bool = True,
     ) -> Prepared:
-        """Does everything of :meth:`observe` that does not need the model. Arguments and errors are
-        those of :meth:`observe`.
-
-        A learner that plans ahead chooses the step's rows and fills the memory here. It may prepare
-        more batches before it takes this batch's step. ``x`` may already be on the learner's
-        device; if ``y`` is on the host, it is read without waiting for a GPU.
+        """Does everything of :meth:`observe` that does not need the model, with its arguments and
+        errors; what comes back does the rest. A learner that plans ahead chooses the step's rows
+        and fills the memory here, and may prepare more batches before it takes this one's step.
+        ``x`` may be on the learner's device; ``y`` on the host is read without waiting for a GPU.
         """
         x, y = self.data.check_batch(x, y)
         with self.data.record() as before:
             if self.planning < Planning.AHEAD:
                 observe = partial(self.observe, x, y, task, index=index, train=train, store=store)
-                return WholeBatch(self, before, observe, f"{len(x)} incoming rows")
+                return WholeBatch(self, before, do=observe, size=f"{len(x)} incoming rows")
             x, y, index = self._receive(x, y, task, index)
             with self._without_model():
                 plans = []
@@ -179,29 +171,27 @@ class Planner(MethodHooks):
                         self.data.ahead += 1
                 stored = self._stored(x, y, index) if store else None
         if not plans:
-            return StoredBatch(self, before, x, stored)
-        *earlier, last = plans
-        steps = [PlannedStep(plan, self.inputs(plan)) for plan in earlier]
-        return PlannedBatch(self, before, steps=[*steps, PlannedStep(last, self.inputs(last, stored))])
+            return Prepared(self, before, stored=None if stored is None else (x, stored))
+        steps = [PlannedStep(plan, self.inputs(plan)) for plan in plans[:-1]]
+        return Prepared(self, before, [*steps, PlannedStep(plans[-1], self.inputs(plans[-1], stored))])
 
     def prepare_rehearsal(self, slots: Tensor) -> Prepared:
         """Prepares :meth:`rehearse`."""
         with self.data.record() as before:
             if self.planning < Planning.AHEAD:
-                return WholeBatch(self, before, partial(self.rehearse, slots), f"{len(slots)} rows of the memory")
+                rehearse = partial(self.rehearse, slots)
+                return WholeBatch(self, before, do=rehearse, size=f"{len(slots)} rows of the memory")
             plan = self.rehearsal(slots)
         self.data.ahead += 1
-        return PlannedBatch(self, before, steps=[PlannedStep(plan, self.inputs(plan))])
+        return Prepared(self, before, [PlannedStep(plan, self.inputs(plan))])
 
     def rehearse(self, slots: Tensor) -> dict[str, Tensor]:
         """A training step on memory slots, int64 [n], alone; returns its losses by name."""
         return self.step(self.inputs(self.rehearsal(slots)))
 
     def step(self, inputs: Any, train_on: Callable[[Any], dict[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """Takes one training step on the result of :meth:`inputs`, and counts it.
-
-        ``train_on`` takes it in place of :meth:`take_step`. Returns the losses by name, scalars on
-        the learner's device.
+        """Takes one training step on the result of :meth:`inputs`, by ``train_on`` in place of
+        :meth:`take_step`, and counts it. Returns the losses by name, scalars on the device.
         """
         if isinstance(inputs, ViewsToCome):
             inputs = inputs.complete(inputs.make())
@@ -224,24 +214,20 @@ class Planner(MethodHooks):
         self._means = None
 
     def review(self) -> None:
-        """One epoch over the memory, but for what is held out, in batches of ``buffer_batch``, of
-        which an incomplete last one is left out.
-
-        Source: RaptorMai/online-continual-learning.
+        """One epoch over the memory, but for what is held out, in whole batches of ``buffer_batch``
+        (RaptorMai/online-continual-learning).
         """
-        config = self.config
-        order = permutation(config.seed, self.steps, self.memory.drawable, Purpose.REVIEW, self.device)
+        size = self.config.options.buffer_batch
+        order = permutation(self.config.seed, self.steps, self.memory.drawable, Purpose.REVIEW, self.device)
         with self.model.weighted(_REVIEW_WEIGHT):
-            for slots in order.split(config.options.buffer_batch):
-                if len(slots) == config.options.buffer_batch:
+            for slots in order.split(size):
+                if len(slots) == size:
                     self.rehearse(slots)
                     self.after_step()
 
     def after_step(self) -> None:
         """Called after each step of work that takes many: an evaluation, the training before one, a
-        review at the end of a task.
-
-        The caller of the learner may replace this function to watch the work, or to stop it with an
+        review. The learner's caller may replace it to watch the work, or to stop it with an
         exception; then only the state from before the work is valid.
         """
 
@@ -291,9 +277,7 @@ class Planner(MethodHooks):
 
     @contextmanager
     def _without_model(self) -> Iterator[None]:
-        """A context in which the method must neither look at the model, nor write what steps
-        write.
-        """
+        """A context in which a method must neither look at the model nor write what steps write."""
         self.memory.extras.planning = True
         try:
             with self._kept.only_plans():

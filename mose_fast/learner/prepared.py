@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mose_fast.learner.data import DataPlane, DataRecord
-from mose_fast.learner.model import Model
+from mose_fast.learner.data import DataRecord
+from mose_fast.learner.hooks import MethodHooks
 
-__all__ = ["PlannedBatch", "PlannedStep", "Prepared", "StoredBatch", "ViewsToCome", "WholeBatch"]
+__all__ = ["PlannedStep", "Prepared", "ViewsToCome", "WholeBatch"]
 
 
 class ViewsToCome(NamedTuple):
@@ -30,21 +29,6 @@ class ViewsToCome(NamedTuple):
         return self.kind(views, self.targets)
 
 
-class Taker(Protocol):
-    """What a prepared batch needs of its learner."""
-
-    data: DataPlane
-    model: Model
-    diverged: bool
-    reads_losses_late: bool
-    steps: int
-
-    def step(self, inputs: Any, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]: ...
-    def undo(self, record: DataRecord) -> None: ...
-    def on_stored(self, x: Tensor, slots: Tensor) -> bool: ...
-    def describe(self, plan: Any) -> str: ...
-
-
 @dataclass(eq=False)
 class PlannedStep:
     """A planned step: ``plan`` and ``inputs`` of the learner's functions of these names; ``views``:
@@ -57,27 +41,51 @@ class PlannedStep:
 
 
 @dataclass(eq=False)
-class Prepared(ABC):
-    """A batch whose planned steps are still to be taken; ``before``: the data before it came."""
+class Prepared:
+    """A batch whose planned steps are still to be taken.
 
-    learner: Taker
+    Attributes:
+        before: The data before it came.
+        steps: Its steps; a batch that trains nothing has none.
+        stored: Images and slots of a batch that trains nothing and was offered to the memory.
+    """
+
+    learner: MethodHooks
     before: DataRecord
-    steps: Sequence[PlannedStep] = field(default=(), kw_only=True)
+    steps: Sequence[PlannedStep] = ()
+    stored: tuple[Tensor, Tensor] | None = None
     _taken: bool = field(default=False, init=False)
+    # Whether it wrote something without a step.
+    _wrote: bool = field(default=False, init=False)
+    # Whether the model was frozen after the first of several steps, where the host does not ask.
+    _froze_first: Tensor | None = field(default=None, init=False)
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.steps)
+
+    @property
+    def reads(self) -> Sequence:
+        """The tensors that were made with the plan and that :meth:`take` reads, in sequences."""
+        return [self.stored, *((step.plan, step.inputs) for step in self.steps)]
 
     def take(self, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor] | None:
         """Does the rest of :meth:`mose_fast.methods.Learner.observe`; of several batches, the
-        oldest first.
-
-        Args:
-            train_on: Takes planned steps in place of the learner's ``train_on``.
+        oldest first. ``train_on`` takes planned steps in place of the learner's ``take_step``.
 
         Returns:
             The losses of its last step by name, as scalars on the learner's device; None where
             nothing was trained.
         """
-        self._taken = True
-        return self._take(train_on)
+        self._taken, learner, losses = True, self.learner, None
+        if self.stored is not None:
+            self._wrote = learner.on_stored(*self.stored)
+        for step in self.steps:
+            learner.data.ahead -= 1
+            losses = learner.step(step.inputs if step.views is None else step.inputs.complete(step.views), train_on)
+            if self._froze_first is None and learner.reads_losses_late and len(self.steps) > 1:
+                self._froze_first = learner.model.latch.closed.clone()
+        return losses
 
     def undo(self) -> bool:
         """Undoes the batch; of several, the newest first.
@@ -93,19 +101,14 @@ class Prepared(ABC):
 
     def _changed_nothing(self) -> bool:
         learner = self.learner
-        return learner.diverged and (learner.reads_losses_late or learner.steps == self.before.sequence)
+        if not self.trains:
+            return not self._wrote or learner.diverged
+        frozen = self._froze_first is None or bool(self._froze_first)
+        return learner.diverged and frozen and (learner.reads_losses_late or learner.steps == self.before.sequence)
 
-    @property
-    def reads(self) -> Sequence:
-        """The tensors that were made with the plan and that :meth:`take` reads, in sequences."""
-        return [(step.plan, step.inputs) for step in self.steps]
-
-    @abstractmethod
-    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None: ...
-
-    @abstractmethod
     def describe(self) -> str:
         """How large its step is, for messages."""
+        return self.learner.describe(self.steps[0].plan) if self.steps else "nothing to train on"
 
 
 @dataclass(eq=False)
@@ -114,57 +117,14 @@ class WholeBatch(Prepared):
     still to do. ``do`` does it; ``size`` describes it.
     """
 
-    do: Callable[[], dict[str, Tensor] | None]
-    size: str
+    do: Callable[[], dict[str, Tensor] | None] = field(kw_only=True)
+    size: str = field(kw_only=True)
 
-    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor] | None:
+    trains = True
+
+    def take(self, train_on: Callable[[Any], Any] | None = None) -> dict[str, Tensor] | None:
+        self._taken = True
         return self.do()
 
     def describe(self) -> str:
         return self.size
-
-
-@dataclass(eq=False)
-class StoredBatch(Prepared):
-    """A batch of images ``x`` that trains nothing, in memory ``slots``; None: not offered."""
-
-    x: Tensor
-    slots: Tensor | None
-    _wrote: bool = field(default=False, init=False)
-
-    @property
-    def reads(self) -> Sequence:
-        return self.x, self.slots
-
-    def _take(self, train_on: Callable[[Any], Any] | None) -> None:
-        self._wrote = self.slots is not None and self.learner.on_stored(self.x, self.slots)
-
-    def _changed_nothing(self) -> bool:
-        return not self._wrote or self.learner.diverged
-
-    def describe(self) -> str:
-        return "nothing to train on"
-
-
-@dataclass(eq=False)
-class PlannedBatch(Prepared):
-    """A batch whose steps are planned: only the steps themselves are still to do."""
-
-    #: Whether the model was frozen after the first of several steps, where the host does not ask.
-    _froze_first: Tensor | None = field(default=None, init=False)
-
-    def _take(self, train_on: Callable[[Any], Any] | None) -> dict[str, Tensor]:
-        learner = self.learner
-        for step in self.steps:
-            learner.data.ahead -= 1
-            inputs = step.inputs if step.views is None else step.inputs.complete(step.views)
-            losses = learner.step(inputs, train_on)
-            if self._froze_first is None and learner.reads_losses_late and len(self.steps) > 1:
-                self._froze_first = learner.model.latch.closed.clone()
-        return losses
-
-    def _changed_nothing(self) -> bool:
-        return super()._changed_nothing() and (self._froze_first is None or bool(self._froze_first))
-
-    def describe(self) -> str:
-        return self.learner.describe(self.steps[0].plan)

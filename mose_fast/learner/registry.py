@@ -11,6 +11,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,7 +44,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # What the names of modules begin with that were imported from a method's file.
 _FROM_FILE = "mose_fast_outside_"
 
-
 #: Every method by name.
 METHODS: dict[str, type[MethodHooks]] = {}
 
@@ -53,17 +53,10 @@ T = TypeVar("T", bound=type)
 def method(
     name: str, *, options: type[MethodOptions], presets: Mapping[str, Preset], year: int, reference: str, cost: float
 ) -> Callable[[T], T]:
-    """Class decorator that registers a :class:`mose_fast.methods.Learner` under a name.
-
-    Args:
-        name: The value of ``RunConfig.method``.
-        options: Dataclass of its switches.
-        presets: Presets by name; the first is the default.
-        year, reference, cost: See :class:`About`.
-
-    Raises:
-        ConfigError: The class is not a learner, lacks a function that every learner must have, or
-            the name belongs to another class.
+    """Class decorator that registers a :class:`mose_fast.methods.Learner` under a name, the value
+    of ``RunConfig.method``, with the dataclass of its switches and its presets, of which the first
+    is the default; :class:`About` has the others. ConfigError if the class is no complete learner
+    or the name is taken.
     """
 
     def enter(learner: T) -> T:
@@ -82,7 +75,7 @@ def method(
 
 def check_learner(learner: Any, owner: str) -> None:
     """Refuses a class that is not a complete learner by a ConfigError that names what it lacks."""
-    # A learner is what can predict, too: its class itself imports this module.
+    # A learner can predict, too: its class itself imports this module.
     if not isinstance(learner, type) or not issubclass(learner, MethodHooks) or not hasattr(learner, "predict"):
         lacking = [name for name in sorted(MethodHooks.__abstractmethods__) if not hasattr(learner, name)]
         lacks = f", which lacks {', '.join(lacking)}" if lacking else ""
@@ -96,16 +89,11 @@ def check_learner(learner: Any, owner: str) -> None:
         )
 
 
-def import_own_methods() -> None:
-    """Enters this package's methods, whose files import this module."""
-    importlib.import_module("mose_fast.methods")
-
-
 def find_method(name: str) -> type[MethodHooks] | None:
-    """The learner with this name, of an entry point with this name, or of ``path/to/file.py:Name``;
+    """The learner of this name, of an entry point of this name, or of ``path/to/file.py:Name``;
     None if there is none. ConfigError if the file or entry point cannot be used.
     """
-    import_own_methods()
+    import_module("mose_fast.methods")  # whose files import this module
     if name in METHODS:
         return METHODS[name]
     path, _, attribute = (name, "", "") if name.endswith(".py") else name.rpartition(":")
@@ -117,12 +105,9 @@ def find_method(name: str) -> type[MethodHooks] | None:
 
 
 def method_files(learner: type[MethodHooks]) -> Mapping[str, str]:
-    """The files outside this package that a method is made of: those of its class and its base
-    classes, and what these import from their own folder.
-
-    Returns:
-        16 hex digits of each file's SHA-256, as it was when the class was entered, by name; empty
-        for this package's methods and for a class that was defined interactively.
+    """The files outside this package that a method is made of, as they were when it was entered:
+    those of its class and its base classes, and what these import from their own folder. Returns 16
+    hex digits of each file's SHA-256 by name; none for a class that was defined interactively.
     """
     about = vars(learner).get("about")
     return _files_now(learner) if about is None else about.files
@@ -198,7 +183,7 @@ def _named_by(file: Path, root: Path) -> list[Path]:
 
 def method_names() -> list[str]:
     """The names of all methods of this package and of installed packages."""
-    import_own_methods()
+    import_module("mose_fast.methods")
     return [*dict.fromkeys([*METHODS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))])]
 
 
@@ -239,11 +224,7 @@ def _from_file(name: str, path: Path, attribute: str) -> type[MethodHooks]:
                 f"method is {name!r}, but {path} cannot be imported: {type(error).__name__}: {error}"
             ) from error
     if not hasattr(module, attribute):
-        own = {
-            key: value
-            for key, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module_name
-        }
+        own = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module_name}
         classes = [key for key, value in own.items() if issubclass(value, MethodHooks)] or [*own]
         if not attribute:
             wanted = " or ".join(f"{path}:{key}" for key in classes or ["Name"])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mose_fast.augment.pad_crop import pad_crop
+from mose_fast.device import upload
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
@@ -63,8 +64,7 @@ class Rows(NamedTuple):
     """The plan of a step: its rows, copied from the memory.
 
     Attributes:
-        images: uint8 [R, H, W, 3], raw: the incoming batch, then one set of replayed rows after the
-            other.
+        images: uint8 [R, H, W, 3]: the incoming batch, then one set of replayed rows after another.
         labels: int64 [R].
         sizes: Rows of each set; R is their sum.
         slots: int64 [R - sizes[0]], the memory slots of the replayed rows.
@@ -81,14 +81,10 @@ class Rows(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """All that a step reads beside the model. Steps with equal sizes and plain values are one
-    layout and share a graph.
-
-    Attributes:
-        views: float32 [V, 3, H, W], from :meth:`ReplayLearner.make_views`.
-        labels, sizes, slots, extras: Those of the plan, :class:`Rows`.
-        stored: int64 [B], the slot that each incoming row was stored in, -1 if in none; None if the
-            rows were not offered to the memory before the step.
+    """All that a step reads beside the model: ``labels``, ``sizes``, ``slots`` and ``extras`` of
+    the plan (:class:`Rows`), and ``views`` float32 [V, 3, H, W], as
+    :meth:`ReplayLearner.make_views` made them. ``stored``: int64 [B], the slot that each incoming
+    row was stored in, -1 if in none; None if they were not offered to the memory before the step.
     """
 
     views: Tensor | None
@@ -120,14 +116,13 @@ class ReplayLearner(Learner):
     augmented view.
 
     A method overrides what it does differently: :meth:`retrieve` chooses the replayed rows, and
-    :meth:`losses` computes what is minimised. Others are :meth:`plan` (the sets of rows),
-    :meth:`make_views`, :meth:`extras`, :meth:`projection_head`, :meth:`classification_head` and
-    :meth:`train_on`. All of them start from the same weights for the same seed.
+    :meth:`losses` computes what is minimised; docs/adding_a_method.md has the others. All methods
+    start from the same weights for the same seed.
 
-    Rows are chosen and views made before the step, several batches ahead, and on a GPU the step is
-    a CUDA graph. So :meth:`train_on` and all that it calls read only their arguments, the model,
-    the configuration, and tensors that are changed in place; and they never ask a tensor for a
-    value or for the places where it is true, which would wait for the GPU.
+    Rows are chosen and views made several batches ahead of the step, which is a CUDA graph on a
+    GPU. So :meth:`train_on` and all that it calls read only their arguments, the model, the
+    configuration, and tensors that are changed in place; and they never ask a tensor for a value or
+    for the places where it is true, which would wait for the GPU.
     """
 
     planning: ClassVar[Planning] = Planning.CAPTURED
@@ -158,8 +153,9 @@ class ReplayLearner(Learner):
             raise ConfigError(
                 f"{type(self).__qualname__}.teacher_mode is {shown(self.teacher_mode)}; wanted 'eval', 'train' or None"
             )
-        how = {"training": self.teacher_mode == "train", "precision": self.precision, "shadowed": self.shadowed}
-        self.keep("teacher", Teacher(model.network, **how), written="tasks")
+        half, training = self.precision.name == "bf16", self.teacher_mode == "train"
+        teacher = Teacher(model.network, training=training, half=half, shadowed=self.shadowed)
+        self.keep("teacher", teacher, written="tasks")
         return model
 
     def build_network(self) -> ExpertNetwork:
@@ -192,6 +188,10 @@ class ReplayLearner(Learner):
             for parameter in network.parameters():
                 optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimiser
+
+    def scalar(self, value: float) -> Tensor:
+        """float32 on the device, for :meth:`extras`."""
+        return upload(torch.tensor(value), self.device)
 
     # Rows
 
@@ -237,14 +237,9 @@ class ReplayLearner(Learner):
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
         """What :meth:`losses` reads beside rows and outputs, by name, as ``rows.extras``: tensors
-        that no later plan changes, and plain values (bool, int, float, str, None). It is made with
-        the plan, before the batch is stored.
-
-        A value that changes often must be a tensor, since each plain value has its own graph; a
-        plain value says for example whether a term is present.
-
-        Args:
-            labels, sizes: Those of the rows of the step, see :class:`Rows`.
+        that no later plan changes, and plain values (bool, int, float, str, None), each of which
+        has its own graph. It is made with the plan, before the batch is stored, for rows with these
+        ``labels`` and ``sizes`` (:class:`Rows`).
         """
         return {}
 
@@ -291,9 +286,8 @@ class ReplayLearner(Learner):
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     def new_rows(self, rows: Inputs) -> AbstractContextManager:
-        """A context of the step, at whose start the classifier's rows of new classes start anew.
-
-        No loss has moved them so far, but weight decay has: Adam divides it by the root of its own
+        """A context of the step, at whose start the classifier's rows of new classes start anew. No
+        loss has moved them so far, but weight decay has: Adam divides it by the root of its own
         second moment, and so takes them to zero within fifty steps.
         """
         new = rows.extras.get("new")
@@ -301,15 +295,13 @@ class ReplayLearner(Learner):
 
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
         """Called after the update, with the outputs before it, for what a step changes beside the
-        model. What is not kept (:meth:`keep`) it must leave alone where
-        ``self.model.latch.closed``.
+        model. What is not kept it must leave alone where ``self.model.latch.closed``.
         """
 
     def make_views(self, rows: Rows) -> Tensor:
-        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W].
-
-        It reads only the plan and what never changes: it is called ahead of the step, possibly on
-        another thread.
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]. It is
+        called ahead of the step, possibly on another thread, and reads only the plan and what never
+        changes.
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
@@ -335,19 +327,26 @@ class ReplayLearner(Learner):
         """
         return self.cross_entropies(outputs, rows)
 
-    def cross_entropies(self, outputs: Outputs, rows: Inputs, classes: Tensor | None = None) -> dict[str, Tensor]:
-        """The cross-entropy over some classes, bool [K], or all of them: by the option
-        ``replay_loss`` one mean, or one for every set of rows that is not empty.
+    def cross_entropies(self, outputs: Outputs, rows: Inputs, *classes: Tensor | None) -> dict[str, Tensor]:
+        """The cross-entropy over all classes; over those of a mask, bool [K]; or over those of a
+        mask for incoming rows and one for replayed rows. By the option ``replay_loss`` a mean for
+        each of these sets that is not empty, or one mean.
         """
 
-        def term(logits: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(logits, labels) if classes is None else masked_cross_entropy(logits, labels, classes)
+        def term(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
+            return cross_entropy(logits, labels) if mask is None else masked_cross_entropy(logits, labels, mask)
 
-        if getattr(self.config.options, "replay_loss", "two_means") == "one_mean":
-            return {"cross_entropy": term(outputs.logits, rows.labels)}
-        names = ("incoming", "replayed")
-        parts = zip(names, outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)
-        return {name: term(logits, labels) for name, logits, labels in parts if len(labels)}
+        pooled = getattr(self.config.options, "replay_loss", "two_means") == "one_mean"
+        if pooled and len(classes) < 2:
+            return {"cross_entropy": term(outputs.logits, rows.labels, *classes)}
+        masks = classes if len(classes) == 2 else 2 * (classes or (None,))
+        parts = zip(outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), masks, strict=True)
+        terms = {}
+        for name, (logits, labels, mask) in zip(("incoming", "replayed"), parts, strict=True):
+            if len(labels):
+                mean = term(logits, labels, mask)
+                terms[name] = len(labels) / len(rows.labels) * mean if pooled else mean
+        return terms
 
     # The end of a task
 

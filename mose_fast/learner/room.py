@@ -25,8 +25,7 @@ _BYTES_BESIDE_AN_IMAGE = 24
 
 class LeastBytes(NamedTuple):
     """The bytes that a learner needs at least: for its replay memory, its network with gradients
-    and moments, what a step keeps of its views for gradients (0: few), and statistics of classes
-    (0: few).
+    and moments, what a step keeps of its views for gradients, and statistics of classes.
     """
 
     memory: int
@@ -36,7 +35,7 @@ class LeastBytes(NamedTuple):
 
 
 def least_bytes(config: RunConfig, image_size: tuple[int, int], classes: int) -> LeastBytes:
-    """The bytes that a learner needs at least. Other data of the method are not counted."""
+    """The bytes that a learner needs at least, without other data of the method."""
     height, width = image_size
     projections = config.options.experts * getattr(config.options, "projection", 0) * 8 * config.width
     learner = find_method(config.method)

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,19 +52,12 @@ class RotatedOptions(BaselineOptions):
 
 class RotatedLearner(ReplayLearner):
     """A learner that contrasts every row in ``rotations`` fixed views, and once more with random
-    augmentation.
-
-    The views of a step are the fixed views of all contrasted rows, one rotation after the other,
-    the same augmented, and further views as a method adds them.
-
-    Raises:
-        ConfigError: Rotating changes the labels of the stream, or its images are not square.
+    augmentation; ConfigError for a stream whose labels rotating changes, or of images that are not
+    square. The views of a step are the fixed views of all contrasted rows, one rotation after the
+    other, the same augmented, and further views as a method adds them.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **ReplayLearner.without_boundaries,
-        ("first_task", "incoming"): "never replays a row",
-    }
+    without_boundaries = ReplayLearner.without_boundaries | {("first_task", "incoming"): "never replays a row"}
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)

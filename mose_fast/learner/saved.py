@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ from mose_fast._build_info import build_info, code_hash
 from mose_fast._files import replace_file
 from mose_fast.learner.hooks import MethodHooks
 from mose_fast.learner.named_settings import with_absolute_paths
-from mose_fast.learner.registry import check_unchanged, find_method, method_files
+from mose_fast.learner.registry import check_unchanged, find_method, method_changes, method_files
+from mose_fast.learner.room import check_room
 from mose_fast.settings.run import ConfigError, RunConfig
-from mose_fast.state_file import StateFileError, state_file
+from mose_fast.state_file import StateFileError, read_state, state_file
 
-__all__ = ["FORMAT", "KIND", "class_of", "machine_changes", "made_by", "parts", "rebuilt", "save_learner", "told_code"]
+__all__ = ["class_of", "machine_changes", "made_by", "parts", "read_learner", "rebuilt", "save_learner", "told_code"]
 
-#: The kind of file, and the number of its format.
-KIND, FORMAT = "mose_fast_learner", 1
+# The kind of file, and the number of its format.
+_KIND, _FORMAT = "mose_fast_learner", 1
 
 
 def made_by(learner: MethodHooks) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def told_code(made: dict[str, Any]) -> str:
 
 def parts(learner: MethodHooks) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What makes a learner again: the tensors of its state, and values for JSON; ConfigError if it
-    has planned steps that were not taken, or holds what is not part of its state.
+    has planned steps or holds what is no state.
     """
     if learner.data.ahead:
         raise ConfigError(
@@ -83,11 +85,8 @@ def class_of(learner: MethodHooks) -> type[MethodHooks] | None:
 
 
 def rebuilt(kind: type[MethodHooks] | None, tensors: dict[str, Tensor], values: dict[str, Any]) -> MethodHooks:
-    """The inverse of :func:`parts`; ``kind`` None finds the learner's class by its name.
-
-    Raises:
-        ConfigError: There is no such method here, or it has other options.
-        ValueError: The state belongs to another version of the method.
+    """The inverse of :func:`parts`; ``kind`` None finds the learner's class by its name. ValueError
+    if the state belongs to another version of the method.
     """
     config = RunConfig.from_dict(values["config"])
     learner = (find_method(config.method) if kind is None else kind)(config, **values["stream"])
@@ -105,8 +104,45 @@ def save_learner(learner: MethodHooks, path: str | Path) -> None:
         )
     tensors, values = parts(learner)
     values["identity"] = made_by(learner)
-    content = state_file(KIND, FORMAT, {key: tensor.cpu() for key, tensor in tensors.items()}, values)
+    content = state_file(_KIND, _FORMAT, {key: tensor.cpu() for key, tensor in tensors.items()}, values)
     try:
         replace_file(Path(path), content)
     except OSError as error:
         raise StateFileError(f"cannot write {path} ({len(content):,} bytes): {error.strerror}") from error
+
+
+def read_learner(path: Path, device: str | None, method: str | None) -> MethodHooks:
+    """See :func:`mose_fast.load_learner`."""
+    tensors, values = read_state(path, _KIND, _FORMAT, called="saved learner")
+    name = values["config"]["method"] if method is None else method
+    try:
+        found = find_method(name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; wanted load_learner(..., method='path/to/file.py:Name')") from error
+    if found is None:
+        raise ConfigError(
+            f"{path} holds a learner of method {name!r}, which is unknown here; import the module that defines it first"
+        )
+    values["config"]["method"] = name
+    if device is not None:
+        values["config"] |= {"device": device, "step": "auto", "feed": "auto"}
+    config, stream = RunConfig.from_dict(values["config"]), values["stream"]
+    check_room(config, tuple(stream["image_size"]), stream["classes"])
+    try:
+        learner = rebuilt(found, tensors, values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise StateFileError(f"{path} belongs to another version of method {name!r}: {error}") from error
+    before, now = values["identity"], made_by(learner)
+    changes = [method_changes(before["method_files"], now["method_files"])]
+    if before["code"] != now["code"]:
+        changes.append(f"mose-fast was {told_code(before)} and is {told_code(now)} now")
+    changes.append(machine_changes(before["machine"], now["machine"]))
+    if any(changes):
+        warnings.warn(
+            f"{path} was saved by other code or on another machine, so the learner may continue otherwise than it would"
+            f" have there: {'; '.join(filter(None, changes))}",
+            stacklevel=3,
+        )
+    return learner

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mose_fast.device import Choice
-from mose_fast.learner.latch import RunningStatistics
+from mose_fast.learner.latch import gathered_statistics, undone_if
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.knob import settings_of
-from mose_fast.settings.run import ConfigError, RunConfig, shown
 
 __all__ = ["Outputs", "Teacher", "outputs_of"]
 
@@ -44,35 +41,22 @@ class Teacher(nn.Module):
         network: The learner's network, on its device, in channels_last, with its kernels.
         training: Whether batch norm uses the statistics of the batch, as in training. The copy's
             running statistics stay as they are.
-        precision: The run's precision, or the learner's choice of one; ``bf16`` runs under autocast
-            as the learner's network does.
+        half: Whether it runs under bf16 autocast.
         shadowed: Whether weights of more than one dimension are kept in bf16, as the learner's
             optimiser keeps copies of them.
 
     Attributes:
         network: The copy.
         present: Whether a network was taken; until then the copy means nothing.
-
-    Raises:
-        ConfigError: There is no such precision.
     """
 
     def __init__(
-        self,
-        network: ExpertNetwork,
-        *,
-        training: bool = False,
-        precision: str | Choice = "fp32",
-        shadowed: bool = False,
+        self, network: ExpertNetwork, *, training: bool = False, half: bool = False, shadowed: bool = False
     ) -> None:
         super().__init__()
-        name = precision.name if isinstance(precision, Choice) else precision
-        known = [choice for choice in settings_of(RunConfig)["precision"].choices if choice != "auto"]
-        if name not in known:
-            raise ConfigError(f"precision is {shown(name)}; wanted one of {', '.join(known)}")
         self.network = copy.deepcopy(network).requires_grad_(False).train(training)
-        self._half = name == "bf16"
-        self._statistics = RunningStatistics(self.network)
+        self._half = half
+        self._statistics = gathered_statistics(self.network)
         self._undone = torch.ones((), dtype=torch.bool, device=next(network.parameters()).device)
         self.present = False
         if shadowed:
@@ -92,12 +76,11 @@ class Teacher(nn.Module):
         """The copy's outputs for normalised views float [V, 3, H, W], without gradients."""
         autocast = torch.autocast(views.device.type, torch.bfloat16, enabled=self._half)
         # Nothing reads them, but they are state, which a step that is refused must not change.
-        unchanged = self._statistics.undone_if(self._undone) if self.network.training else nullcontext()
+        unchanged = undone_if(self._undone, [self._statistics]) if self.network.training else nullcontext()
         with autocast, unchanged:
             return outputs_of(self.network, views)
 
     def get_extra_state(self) -> Tensor:
-        """``present``, for the ``state_dict``."""
         return torch.tensor(self.present)
 
     def set_extra_state(self, state: Tensor) -> None:

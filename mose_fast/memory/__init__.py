@@ -4,7 +4,7 @@ from mose_fast.memory.balanced import BalancedMemory
 from mose_fast.memory.exemplars import ExemplarMemory
 from mose_fast.memory.gradient import GradientMemory
 from mose_fast.memory.pairs import draw_pairs
-from mose_fast.memory.replay import MemoryRecord, ReplayMemory
+from mose_fast.memory.replay import MemoryRecord, ReplayMemory, highest
 from mose_fast.memory.shapley import ShapleyMemory
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "ReplayMemory",
     "ShapleyMemory",
     "draw_pairs",
+    "highest",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,8 @@ class BalancedMemory(ReplayMemory):
     as a whole; the counts are the same as item by item, up to ties between classes.
     """
 
-    def __init__(
-        self, capacity: int, image_size: tuple[int, int], *, classes: int, seed: int, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(capacity, image_size, seed=seed, device=device)
+    def __init__(self, capacity: int, image_size: tuple[int, int], *, classes: int, **how: Any) -> None:
+        super().__init__(capacity, image_size, **how)
         self.classes = classes
 
     def insert(self, x: Tensor, y: Tensor, task: int, index: Tensor) -> Tensor:
@@ -48,8 +48,7 @@ class BalancedMemory(ReplayMemory):
         earlier = (y[:, None] == y).tril(-1).sum(1)  # items of the same class before it in the batch
         new = (counts[y] == 0) & (earlier == 0)
         classes_before = (counts > 0).sum() + new.cumsum(0) - new.long()
-        # Shares only shrink, so if an item is stored, all earlier items of its class are stored,
-        # too.
+        # Shares only shrink, so if an item is stored, all earlier items of its class are, too.
         return new | ((counts[y] + earlier) * classes_before < self.capacity)
 
     def _keep_smallest(self, stored: Tensor, y: Tensor, accepted: Tensor) -> Tensor:

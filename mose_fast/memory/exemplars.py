@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,10 +123,9 @@ class ExemplarMemory(ReplayMemory):
         whole: bool = False,
         within: bool = False,
         classes: int,
-        seed: int,
-        device: torch.device | str = "cpu",
+        **how: Any,
     ) -> None:
-        super().__init__(capacity, image_size, seed=seed, device=device)
+        super().__init__(capacity, image_size, **how)
         self.selection, self.validation, self.classes = selection, validation, classes
         self.whole, self.within = (whole or selection in HERDINGS) and not within, within
         self.buffer = TaskBuffer(image_size, self.images.device)
@@ -153,35 +152,18 @@ class ExemplarMemory(ReplayMemory):
         return slots - held, held
 
     def insert(
-        self,
-        x: Tensor,
-        y: Tensor,
-        task: int,
-        index: Tensor,
-        *,
-        known: Sequence[int],
-        classes: Tensor | None = None,
-        held_out: Tensor | None = None,
+        self, x: Tensor, y: Tensor, task: int, index: Tensor, *, known: Sequence[int], classes: Tensor, held_out: Tensor
     ) -> Tensor:
         """Adds a batch to the buffer of the current task; no sample has a slot yet, so the result
-        is -1 everywhere.
-
-        Args:
-            known: The classes seen, and those that are known to come in this task, in order.
-            classes: int64 [B], the labels on the host; None: asked of the device.
-            held_out: bool [B] on the host, the images to hold out; None: none.
+        is -1 everywhere. ``known``: the classes seen, and those that are known to come in this
+        task, in order. On the host: ``classes``, the labels, and ``held_out``, bool [B].
         """
-        classes = y.cpu() if classes is None else classes
-        held_out = torch.zeros_like(classes, dtype=torch.bool) if held_out is None else held_out
         priorities = torch.arange(self.seen, self.seen + len(x))
         if self.selection != "first":
             high, low, *_ = random_words(self.seed, self.seen, len(x), Purpose.POLICY)
             priorities = (high << 31) | (low >> 1)
         self.buffer.append(images=x, labels=y, indices=index, classes=classes, held_out=held_out, priorities=priorities)
-        self.state[2] += len(x)
-        if self.twin is not None:
-            self.twin.state[2] += len(x)
-        self.seen += len(x)
+        self._count_seen(len(x))
         if not self.whole:
             self._trim(known)
         self._most = max(self._most, self.filled + self.buffer.filled)
@@ -196,11 +178,9 @@ class ExemplarMemory(ReplayMemory):
         samples, held = self._exemplars(known, self.buffer.priorities)
         samples = samples[~held]
         samples = torch.where(samples < self.filled, samples, samples - self.filled + self.capacity)
-        state = self._on_host()[1]
-        drawn = samples[permutation(self.seed, int(state[1]), len(samples), Purpose.DRAW)][:count]
-        self.state[1] += 1
-        if self.twin is not None:
-            self.twin.state[1] += 1
+        drawn = samples[permutation(self.seed, int(self.twin.state[1]), len(samples), Purpose.DRAW)][:count]
+        for state in (self.state, self.twin.state):
+            state[1] += 1
         return upload(drawn, self.images.device)
 
     @property
@@ -243,8 +223,7 @@ class ExemplarMemory(ReplayMemory):
         number[list(known)], quotas[list(known)] = torch.arange(len(known)), torch.tensor(shares)
         # Samples of earlier tasks come first, in the order in which they were chosen.
         order = torch.cat([torch.arange(before), before + torch.argsort(ranks, stable=True)])
-        stored = self.labels if self.twin is None else self.twin.labels
-        labels = torch.cat([stored[:before], buffer.classes])[order]
+        labels = torch.cat([self.twin.labels[:before], buffer.classes])[order]
         held = torch.cat([torch.arange(before) >= self.drawable, buffer.held_out])[order]
         groups = held * self.classes + number[labels]
         kept = (positions_in_group(groups) < quotas[labels, held.long()]).nonzero().flatten()
@@ -262,26 +241,18 @@ class ExemplarMemory(ReplayMemory):
         self.buffer.keep(waiting)
 
     def _fill(self, samples: Tensor, task: int) -> None:
-        """Writes samples (int64 [n] on the host, numbers in [slots; buffer]) into the first
-        slots.
-        """
+        """Writes samples, int64 [n] on the host, numbers in [slots; buffer], to the first slots."""
         before, now, buffer = self.filled, len(samples), self.buffer
-        order = upload(samples, self.images.device)
-        self._note_old(torch.arange(max(before, now), device=order.device))
-        own = {"images": self.images, "labels": self.labels, "indices": self.indices, "tasks": self.tasks}
-        new = {name: tensor for name, tensor in buffer.tensors().items() if name in own}
-        new["tasks"] = torch.full_like(buffer.labels, task)
-        for name, tensor in own.items():
-            tensor[:now] = torch.cat([tensor[:before], new[name]])[order]
-        for tensor in (self.labels, self.indices, self.tasks):
-            tensor[now:before] = -1
-        if self.twin is not None:
-            for tensor, added in (
-                (self.twin.labels, buffer.classes),
-                (self.twin.tasks, torch.full_like(buffer.classes, task)),
-            ):
-                tensor[:now] = torch.cat([tensor[:before], added])[samples]
-                tensor[now:before] = -1
+        self._note_old(torch.arange(max(before, now), device=self.images.device))
+        on_host = [(self.twin.labels, buffer.classes), (self.twin.tasks, torch.full_like(buffer.classes, task))]
+        tasks = torch.full_like(buffer.labels, task)
+        on_device = [(self.labels, buffer.labels), (self.indices, buffer.indices), (self.tasks, tasks)]
+        on_device.append((self.images, buffer.images))
+        for places, pairs in ((samples, on_host), (upload(samples, self.images.device), on_device)):
+            for own, new in pairs:
+                own[:now] = torch.cat([own[:before], new])[places]
+                if own is not self.images:
+                    own[now:before] = -1
         self.filled = now
 
     # Undoing and state
@@ -296,8 +267,6 @@ class ExemplarMemory(ReplayMemory):
         super().restore(record.slots)
         self.held, self._most = record.held, record.most
         self.buffer.restore(record.buffer)
-        if self.twin is not None:
-            self.twin.labels.copy_(self.labels)
 
     def tensors(self) -> dict[str, Tensor]:
         own = {"held": torch.tensor(self.held), "most": torch.tensor(self._most)}
@@ -307,5 +276,3 @@ class ExemplarMemory(ReplayMemory):
         super().load(tensors)
         self.held, self._most = int(tensors["held"]), int(tensors["most"])
         self.buffer.load({name.removeprefix("buffer/"): rows for name, rows in tensors.items() if "buffer/" in name})
-        if self.twin is not None:
-            self.twin.labels.copy_(self.labels)

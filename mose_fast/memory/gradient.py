@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,8 @@ class GradientMemory(ReplayMemory):
     of samples and calls :meth:`offer`.
     """
 
-    def __init__(
-        self, capacity: int, image_size: tuple[int, int], *, seed: int, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__(capacity, image_size, seed=seed, device=device)
+    def __init__(self, capacity: int, image_size: tuple[int, int], **how: Any) -> None:
+        super().__init__(capacity, image_size, **how)
         self.scores = self.keep("scores")
 
     def reference(self, count: int, size: int) -> Tensor:
@@ -57,9 +57,8 @@ class GradientMemory(ReplayMemory):
         stored = self.scores.double()
         weights = (stored - stored.min()) / (stored.max() - stored.min() + 0.01)
         high, low, *_ = random_words(self.seed, self.seen, self.capacity, Purpose.POLICY, device, lane=1)
-        # An exponential race: its first arrivals are a weighted draw without replacement. Slots
-        # with the lowest score have weight 0; a tiny weight lets them be drawn if there are no
-        # others.
+        # An exponential race: its first arrivals are a weighted draw without replacement. Slots of
+        # the lowest score have weight 0; a tiny one lets them be drawn if there are no others.
         arrival = -torch.log1p(-unit(high)) / weights.clamp_min(1e-12)
         challenged = torch.sort(arrival, stable=True).indices[: len(scores)]
         item = (scores[: len(challenged)].double() + 1) / 2

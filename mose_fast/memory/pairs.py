@@ -15,17 +15,12 @@ __all__ = ["choose", "draw_pairs"]
 def draw_pairs(
     labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws for each anchor one item of its own label, never itself, and one of another, uniformly
-    from the stored samples and all anchors.
+    """Draws for each anchor one item of its own label, never itself, and one of another among
+    ``negatives``, bool [K], uniformly from the stored samples and all anchors. ``labels``, int64
+    [B], are the anchors', ``stored``, int64 [F], the samples'.
 
-    Args:
-        labels: int64 [B], labels of the anchors.
-        stored: int64 [F], labels of the samples in memory.
-        negatives: bool [K], the labels that a negative may have.
-
-    Returns:
-        int64 [n] each: the anchors that have a positive and a negative, n <= B; their positives and
-        their negatives, positions in [stored samples; anchors].
+    Returns int64 [n] each: the anchors that have a positive and a negative, n <= B; their positives
+    and their negatives, positions in [stored samples; anchors].
     """
     pool = torch.cat([stored, labels])
     same = labels[:, None] == pool

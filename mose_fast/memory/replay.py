@@ -1,7 +1,4 @@
-"""A replay memory filled by reservoir sampling (Vitter 1985, algorithm R).
-
-See docs/specification/mose.md section 4.
-"""
+"""A replay memory filled by reservoir sampling (docs/specification/mose.md section 4)."""
 
 from __future__ import annotations
 
@@ -13,25 +10,37 @@ import torch
 from torch import Tensor
 
 from mose_fast.device import upload
-from mose_fast.memory.twin import HostTwin, decide
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 from mose_fast.settings.knob import ConfigError, plain
 
-__all__ = ["MemoryRecord", "ReplayMemory"]
+__all__ = ["MemoryRecord", "ReplayMemory", "highest"]
 
 
 class MemoryRecord(NamedTuple):
-    """What :meth:`ReplayMemory.restore` needs to undo draws and writes.
-
-    Attributes:
-        state: The memory's state on the host: seed, draws, items seen.
-        overwritten: For each write, in order, its slots (int64 [n]) and their old contents by name,
-            on the memory's device.
+    """What :meth:`ReplayMemory.restore` needs to undo draws and writes: the state (seed, draws,
+    items seen), and for each write, in order, its slots, int64 [n], and their old contents by name.
     """
 
     state: tuple[int, int, int]
     filled: int
     overwritten: list[tuple[Tensor, dict[str, Tensor]]]
+
+
+class HostTwin:
+    """What decisions depend on, once more on the host, where the same ones are made as on a GPU:
+    the tasks and labels of all slots, int64 [M], and the memory's state, int64 [3]. Only a memory
+    of exemplars keeps the labels.
+    """
+
+    def __init__(self, capacity: int, seed: int) -> None:
+        self.tasks, self.labels = (torch.full((capacity,), -1, dtype=torch.int64) for _ in range(2))
+        self.state = torch.tensor([seed, 0, 0], dtype=torch.int64)
+
+    def insert(self, count: int, task: int) -> Tensor:
+        """Offers ``count`` items without images; returns int64 [count], their slots or -1."""
+        images, x = (torch.empty(n, 0, 0, 3, dtype=torch.uint8) for n in (len(self.tasks), count))
+        labels, indices, y = *(torch.empty_like(self.tasks) for _ in range(2)), torch.zeros(count, dtype=torch.int64)
+        return insert(images, labels, self.tasks, indices, self.state, x, y, task, y)
 
 
 class Extras(dict[str, Tensor]):
@@ -61,9 +70,8 @@ class ReplayMemory:
     item is kept with equal probability.
 
     Random decisions are counter-based: they depend only on (seed, counters), so that every device
-    makes the same ones and a restored memory continues as if it had never stopped. On a GPU,
-    neither :meth:`insert` nor :meth:`draw` waits for it: the host makes the same decisions and so
-    knows how many slots qualify.
+    makes the same ones and a restored memory continues as if it had never stopped. The host makes
+    them too, so that neither :meth:`insert` nor :meth:`draw` waits for a GPU.
 
     Args:
         capacity: Slots M.
@@ -89,10 +97,8 @@ class ReplayMemory:
         )
         self.state = torch.tensor([seed, 0, 0], dtype=torch.int64, device=device)
         self.extras = Extras()
-        # Policies and the number of drawn rows need these values on the host; on the CPU that is
-        # the memory itself.
         self.seed, self.seen, self.filled = seed, 0, 0
-        self.twin = HostTwin(capacity, seed) if torch.device(device).type == "cuda" else None
+        self.twin = HostTwin(capacity, seed)
         self._record: MemoryRecord | None = None
 
     @property
@@ -115,46 +121,35 @@ class ReplayMemory:
         [B], positions in the original stream; all on the memory's device. Returns int64 [B]: the
         slot of each item now, -1 if it was not stored.
         """
+        task = plain(task)
+        slots = self.twin.insert(len(x), task)
         if self._record is not None:
-            tasks, state = self._on_host()
-            slots = decide(torch.empty_like(tasks), state.clone(), len(x), task)
             self._note_old(upload(slots[slots >= 0], self.images.device))
-        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, plain(task), index)
-        if self.twin is not None:
-            decide(self.twin.tasks, self.twin.state, len(x), task)
+        slots = insert(self.images, self.labels, self.tasks, self.indices, self.state, x, y, task, index)
         self.seen += len(x)
         self.filled = min(self.filled + len(x), self.capacity)
         return slots
 
     def write(self, slots: Tensor, x: Tensor, y: Tensor, task: int, index: Tensor) -> None:
-        """Stores a batch in slots that a policy has chosen, int64 [B], each at most once, -1 if an
-        item is not stored; the counterpart of :meth:`insert` for policies other than reservoir
-        sampling.
-
-        A policy must fill the slots in order: exactly the first ``filled`` slots hold samples. On a
-        GPU this waits for it.
+        """Stores a batch in slots that another policy has chosen, int64 [B], each at most once, -1
+        if an item is not stored. A policy must fill the slots in order: exactly the first
+        ``filled`` slots hold samples. On a GPU this waits for it.
         """
         kept = slots >= 0
         written = slots[kept]
         self._note_old(written)
         self.images[written], self.labels[written], self.indices[written] = x[kept], y[kept], index[kept]
-        self.tasks[written] = task
-        self.state[2] += len(x)
-        if self.twin is not None:
-            self.twin.tasks[written.cpu()] = task
-            self.twin.state[2] += len(x)
-        self.seen += len(x)
+        self.tasks[written] = self.twin.tasks[written.cpu()] = task
+        self._count_seen(len(x))
         if self.filled < self.capacity:
             self.filled += int((written >= self.filled).sum())
 
     def keep(
         self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, *, by_steps: bool = False
     ) -> Tensor:
-        """Adds a tensor of zeros [M, *shape], a row for each slot, to :meth:`tensors`. The caller
-        of :meth:`insert` must also write it, with :meth:`write_extra`.
-
-        ``by_steps`` says that training steps write it, in their order, and not the plans that store
-        samples: undoing a plan then leaves it as it is.
+        """Adds zeros [M, *shape], a row for each slot, to :meth:`tensors`; the caller of
+        :meth:`insert` writes them with :meth:`write_extra`. ``by_steps``: training steps write
+        them, in their order, not the plans that store samples; undoing a plan then leaves them.
         """
         # The last row takes what is not stored, so that nobody need ask which samples are.
         rows = torch.zeros(self.capacity + 1, *shape, dtype=dtype, device=self.images.device)
@@ -186,8 +181,7 @@ class ReplayMemory:
         count, only, others = plain(count), plain(only), plain(others)
         if only is not None and others is not None:
             raise ValueError(f"only is {only} and others is {others}; wanted at most one of them")
-        tasks, state = self._on_host()
-        tasks = tasks[: self.drawable]
+        tasks = self.twin.tasks[: self.drawable]
         if only is not None:
             chosen, task, qualify = SlotFilter.ONLY, only, int((tasks == only).sum())
         elif others is not None:
@@ -195,8 +189,7 @@ class ReplayMemory:
         else:
             chosen, task, qualify = SlotFilter.ALL, 0, len(tasks)
         slots = draw(self.tasks[: self.drawable], self.state, count, chosen, task)
-        if self.twin is not None:
-            state[1] += 1
+        self.twin.state[1] += 1
         return slots[: min(count, qualify)]
 
     @property
@@ -211,7 +204,7 @@ class ReplayMemory:
     @contextmanager
     def record(self) -> Iterator[MemoryRecord]:
         """A context that records what :meth:`restore` needs to undo all draws and writes inside."""
-        self._record = MemoryRecord(tuple(self._on_host()[1].tolist()), self.filled, [])
+        self._record = MemoryRecord(tuple(self.twin.state.tolist()), self.filled, [])
         try:
             yield self._record
         finally:
@@ -223,12 +216,19 @@ class ReplayMemory:
         for slots, contents in reversed(record.overwritten):
             for name, old in contents.items():
                 own[name][slots] = old
-            if self.twin is not None:
-                self.twin.tasks[slots.cpu()] = contents["tasks"].cpu()
         self.state.copy_(upload(state, self.state.device), non_blocking=True)
-        if self.twin is not None:
-            self.twin.state.copy_(state)
         self.seen, self.filled = record.state[2], record.filled
+        self._tell_twin(state)
+
+    def _count_seen(self, items: int) -> None:
+        for state in (self.state, self.twin.state):
+            state[2] += items
+        self.seen += items
+
+    def _tell_twin(self, state: Tensor) -> None:
+        self.twin.tasks.copy_(self.tasks)
+        self.twin.labels.copy_(self.labels)
+        self.twin.state.copy_(state)
 
     def _note_old(self, slots: Tensor) -> None:
         """Adds to the record the contents of slots that are about to be overwritten."""
@@ -236,10 +236,6 @@ class ReplayMemory:
             of_steps = {f"extra/{name}" for name in self.extras.by_steps}
             by_plans = {name: tensor for name, tensor in self._by_slot().items() if name not in of_steps}
             self._record.overwritten.append((slots, {name: tensor[slots] for name, tensor in by_plans.items()}))
-
-    def _on_host(self) -> tuple[Tensor, Tensor]:
-        """The tasks of all slots and the state, on the host."""
-        return (self.tasks, self.state) if self.twin is None else (self.twin.tasks, self.twin.state)
 
     def _by_slot(self) -> dict[str, Tensor]:
         """The tensors that have a row for each slot."""
@@ -252,7 +248,7 @@ class ReplayMemory:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copies what :meth:`tensors` returned. Raises ValueError for another shape."""
-        for name, own in (self._by_slot() | {"state": self.state}).items():
+        for name, own in ReplayMemory.tensors(self).items():
             if name not in tensors:
                 raise ValueError(f"memory.{name} is missing; wanted the state of a memory that keeps it")
             if own.shape != tensors[name].shape:
@@ -260,6 +256,12 @@ class ReplayMemory:
             own.copy_(tensors[name])
         self.seed, _, self.seen = tensors["state"].tolist()
         self.filled = int((tensors["labels"] >= 0).sum())
-        if self.twin is not None:
-            self.twin.tasks.copy_(tensors["tasks"])
-            self.twin.state.copy_(tensors["state"])
+        self._tell_twin(tensors["state"])
+
+
+def highest(slots: Tensor, scores: Tensor, count: int) -> Tensor:
+    """The ``count`` candidates, int64 [S], with the highest scores, float [S], in the candidates'
+    order; of equal scores the first is taken (MIR, ASER).
+    """
+    chosen = torch.sort(scores, descending=True, stable=True).indices[:count]
+    return slots[chosen.sort().values]

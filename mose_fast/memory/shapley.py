@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mose_fast.memory.replay import ReplayMemory
-from mose_fast.memory.retrieval import highest
+from mose_fast.memory.replay import ReplayMemory, highest
 from mose_fast.ops.draws import Purpose, random_words, unit
 
 __all__ = ["ShapleyMemory", "adversarial_scores", "knn_shapley"]
@@ -48,13 +48,10 @@ def knn_shapley(
 
 def adversarial_scores(cooperative: Tensor, adversarial: Tensor, kind: str) -> Tensor:
     """The value of replaying candidates, float32 [N]: high for those that represent the memory and
-    are close to incoming rows of other classes. A term without any point is 0.
-
-    Args:
-        cooperative: float32 [C, N], Shapley values of candidates for points from memory.
-        adversarial: float32 [A, N], Shapley values of candidates for the incoming rows.
-        kind: ``asvm`` (mean of the first minus mean of the second) | ``asv`` (maximum minus
-            minimum) | ``neg_sv`` (minus the second's sum).
+    are close to incoming rows of other classes; from their Shapley values for points from memory,
+    float32 [C, N], and for the incoming rows, [A, N]. ``kind``: ``asvm`` (mean of the first minus
+    mean of the second) | ``asv`` (maximum minus minimum) | ``neg_sv`` (minus the second's sum). A
+    term without any point is 0.
     """
     if kind == "neg_sv":
         return -adversarial.sum(0)
@@ -73,17 +70,9 @@ class ShapleyMemory(ReplayMemory):
     """
 
     def __init__(
-        self,
-        capacity: int,
-        image_size: tuple[int, int],
-        *,
-        classes: int,
-        neighbours: int,
-        per_class: float,
-        seed: int,
-        device: torch.device | str = "cpu",
+        self, capacity: int, image_size: tuple[int, int], *, classes: int, neighbours: int, per_class: float, **how: Any
     ) -> None:
-        super().__init__(capacity, image_size, seed=seed, device=device)
+        super().__init__(capacity, image_size, **how)
         self.classes, self.neighbours, self.per_class = classes, neighbours, per_class
 
     def retrieve(
@@ -97,14 +86,10 @@ class ShapleyMemory(ReplayMemory):
         *,
         others: int | None = None,
     ) -> Tensor:
-        """The slots that are most worth replaying with an incoming batch: int64, at most min(count,
-        ``per_class`` x classes in the memory).
-
-        Args:
-            x: uint8 [B, H, W, 3]; y: int64 [B].
-            kind: See :func:`adversarial_scores`.
-            features: Maps uint8 [N, H, W, 3] to float32 [N, D].
-            others: Choose only from the tasks other than this.
+        """The slots that are most worth replaying with an incoming batch, only from the tasks other
+        than ``others``: int64, at most min(count, ``per_class`` x classes in the memory). ``kind``
+        is that of :func:`adversarial_scores`; ``features`` maps uint8 [N, H, W, 3] to float32
+        [N, D].
         """
         order, _ = self._orders(Purpose.RETRIEVAL, sequence)
         if others is not None:

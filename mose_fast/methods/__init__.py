@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mose_fast.device import resolve_device
@@ -11,11 +12,11 @@ from mose_fast.learner.data import IMAGE_SIZE, check_stream
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
-from mose_fast.learner.loading import load_learner
-from mose_fast.learner.prepared import PlannedBatch, PlannedStep, Prepared, ViewsToCome, WholeBatch
+from mose_fast.learner.prepared import PlannedStep, Prepared, ViewsToCome, WholeBatch
 from mose_fast.learner.registry import METHODS, find_method, method, method_names, warn_of_other_protocol
 from mose_fast.learner.replay_learner import BaselineOptions, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.learner.room import check_room
+from mose_fast.learner.saved import read_learner
 from mose_fast.methods.agem import Agem
 from mose_fast.methods.aser import Aser
 from mose_fast.methods.bic import Bic
@@ -68,7 +69,6 @@ __all__ = [
     "Ocm",
     "OnPro",
     "Outputs",
-    "PlannedBatch",
     "PlannedStep",
     "Planning",
     "Prepared",
@@ -128,3 +128,21 @@ def create_learner(
     stream = check_stream(classes=classes, image_size=image_size, mean=mean, std=std, mirror_safe=mirror_safe)
     check_room(config, stream["image_size"], stream["classes"])
     return find_method(config.method)(config, **stream)
+
+
+def load_learner(path: str | Path, *, device: str | None = None, method: str | None = None) -> Learner:
+    """Reads a learner that :meth:`Learner.save` wrote. It continues bit for bit on the same kind of
+    machine.
+
+    Args:
+        path: The file.
+        device: Where to compute now, for example ``cpu``; None: where the configuration says. With
+            a device, ``step`` and ``feed`` become ``auto``.
+        method: Where the file of a method of your own is now, ``path/to/file.py:Name``; None: where
+            it was.
+
+    Raises:
+        StateFileError: The file is missing, damaged, of something else, or of a newer version.
+        ConfigError: The method is not found, the device does not exist, or the memory is too small.
+    """
+    return read_learner(Path(path), device, method)

@@ -1,22 +1,16 @@
-"""A-GEM: Averaged Gradient Episodic Memory (Chaudhry et al., "Efficient Lifelong Learning with
-A-GEM", ICLR 2019; docs/specification/baselines.md section 1).
-"""
+"""A-GEM (Chaudhry et al., ICLR 2019; docs/specification/baselines.md section 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mose_fast.learner.about import official_preset, sources_preset, table_preset
-from mose_fast.learner.gradients import flat_gradient, project, write_gradient
-from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, ReplayLearner, cross_entropy
-
-__all__ = ["Agem", "AgemOptions"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +51,8 @@ class Agem(ReplayLearner):
     batch from memory.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        ("replay_from", "others"): "has no reference batch and is plain fine-tuning",
-        **Learner.without_boundaries,
+    without_boundaries = ReplayLearner.without_boundaries | {
+        ("replay_from", "others"): "has no reference batch and is plain fine-tuning"
     }
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
@@ -75,3 +68,28 @@ class Agem(ReplayLearner):
 
             self.model.minimise(losses[0] + losses[1], backward)
         return {"loss": self.model.latch.reported(losses[0]), "reference": losses[1].detach()}
+
+
+def flat_gradient(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The gradient of a loss as one vector, float32 [n], 0 where the loss does not depend on a
+    parameter; the parameters' ``grad`` stays as it is.
+    """
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.float().reshape(-1) for gradient in gradients])
+
+
+def write_gradient(parameters: Sequence[nn.Parameter], gradient: Tensor) -> None:
+    """Sets the parameters' ``grad`` from one vector [n], each in its parameter's memory format, as
+    PyTorch's fused optimisers demand.
+    """
+    for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+
+
+def project(gradient: Tensor, reference: Tensor) -> Tensor:
+    """g - (<g, r> / <r, r>) r where <g, r> is negative, so that their inner product becomes 0; else
+    g itself (A-GEM, eq. for the projection). Both are float32 [n].
+    """
+    opposed = torch.dot(gradient, reference).clamp_max(0)
+    # A reference gradient of zero opposes nothing: 0 / tiny is 0.
+    return gradient - opposed / torch.dot(reference, reference).clamp_min(torch.finfo(torch.float32).tiny) * reference

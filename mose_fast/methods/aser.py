@@ -1,6 +1,4 @@
-"""ASER: Adversarial Shapley value Experience Replay (Shim et al., AAAI 2021;
-docs/specification/baselines.md section 5).
-"""
+"""ASER (Shim et al., AAAI 2021; docs/specification/baselines.md section 5)."""
 
 from __future__ import annotations
 
@@ -9,20 +7,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
+from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner
 from mose_fast.memory.shapley import ShapleyMemory
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["Aser", "AserOptions"]
 
 
 @dataclass(frozen=True)
 class AserOptions(BaselineOptions):
-    """Switches of ASER. One cross-entropy covers incoming and replayed rows."""
+    replay_loss: ClassVar[str] = "one_mean"
 
     memory_policy: str = knob(
         "shapley", "what the memory keeps", "ASER", choices={"shapley": "samples of high Shapley value"}
@@ -84,8 +78,8 @@ class Aser(ReplayLearner):
     classifier on the network's features.
     """
 
-    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
-    not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays and stores"
+    planning = Planning.LOOKS_AT_MODEL
+    not_captured = "looks at the network to choose the rows that it replays and stores"
     memory: ShapleyMemory
 
     def build_memory(self) -> ShapleyMemory:
@@ -107,9 +101,6 @@ class Aser(ReplayLearner):
             return super().retrieve(x, y)
         others = self.task if o.replay_from == "others" else None
         return self.memory.retrieve(x, y, o.buffer_batch, o.score, self.features, self.steps, others=others)
-
-    def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        return {"cross_entropy": cross_entropy(outputs.logits, rows.labels)}
 
     def store(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         return self.memory.offer(x, y, self.task, index, self.features)

@@ -1,18 +1,16 @@
-"""BiC: Bias Correction (Wu et al., "Large Scale Incremental Learning", CVPR 2019;
-docs/specification/baselines.md section 17).
-"""
+"""BiC: Bias Correction (Wu et al., CVPR 2019; docs/specification/baselines.md section 17)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import (
     REPLAY_LOSS_SOURCE,
     TEMPERATURES,
@@ -23,17 +21,13 @@ from mose_fast.learner.exemplar_learner import (
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.corrected import CorrectedLinear, fit_correction
-from mose_fast.settings.run import ConfigError, RunConfig, knob
-
-__all__ = ["Bic", "BicOptions"]
+from mose_fast.settings.run import ConfigError, RunConfig
 
 _SOURCE = "wuyuebupt/LargeScaleIncrementalLearning"
 
 
 @dataclass(frozen=True)
 class BicOptions(ExemplarOptions):
-    """Switches of BiC."""
-
     temperature: float = knob(2.0, "temperature of the distillation", "BiC", above=0, search=TEMPERATURES)
     replay_loss: str = knob("two_means", "mean of the cross-entropy", REPLAY_LOSS_SOURCE, choices=REPLAY_LOSSES)
     shift_penalty: float = knob(
@@ -80,7 +74,7 @@ class Bic(ExemplarLearner):
     the task ends, correct the logits of its classes.
     """
 
-    validation: ClassVar[float] = 0.1
+    validation = 0.1
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         if config.epochs > 1 and config.train_on == "stream":
@@ -130,13 +124,11 @@ class Bic(ExemplarLearner):
     # A step
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``seen``, ``old``: bool [K]; ``share``: the old classes' share of those seen, a scalar;
-        ``distils``: whether there is a teacher to follow.
-        """
-        old = self.old if sizes[0] else []  # none in rehearsal
-        seen = {*old, *self.current()} if sizes[0] else self.seen
-        share = upload(torch.tensor(len(old) / len(seen)), self.device)
-        return {"seen": self.mask(seen), "old": self.mask(old), "share": share, "distils": bool(old)}
+        """Beside the masks ``share``, a scalar: the old classes' share of those known."""
+        extras = super().extras(labels, sizes)
+        if extras["distils"]:
+            extras["share"] = self.scalar(len(self.old) / len({*self.old, *self.current()}))
+        return extras
 
     def forward(self, views: Tensor) -> Outputs:
         # The correction was that of the network before this step.
@@ -145,7 +137,7 @@ class Bic(ExemplarLearner):
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         extras, temperature = rows.extras, self.config.options.temperature
-        terms = self.cross_entropies(outputs, rows, extras["seen"])
+        terms = self.cross_entropies(outputs, rows, extras["known"])
         if not extras["distils"]:
             return terms
         taught = self.teacher.outputs(rows.views).logits

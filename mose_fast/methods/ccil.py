@@ -1,34 +1,24 @@
-"""CCIL (Mittal et al., "Essentials for Class Incremental Learning", CVPR 2021 workshops;
-docs/specification/baselines.md section 16).
-"""
+"""CCIL (Mittal et al., CVPR 2021 workshops; docs/specification/baselines.md section 16)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions, log_softmax_within
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs
 from mose_fast.nn.cosine import CosineClassifier
-from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["Ccil", "CcilOptions", "mean_distillation"]
 
 _SOURCE = "sud0301/essentials_for_CIL"
 
 
 @dataclass(frozen=True)
 class CcilOptions(ExemplarOptions):
-    """Switches of CCIL."""
-
     selection: str = ExemplarOptions.again("selection", "random", _SOURCE)
     replay_from: str = ExemplarOptions.again("replay_from", "all", f"{_SOURCE}: all")
     scale: float = knob(
@@ -86,40 +76,26 @@ class Ccil(ExemplarLearner):
     """
 
     # Its cosines are computed in float32 from float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     def classification_head(self, linear: nn.Linear) -> CosineClassifier:
         return CosineClassifier(linear.weight, self.config.options.scale, learned_scale=True)
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``current``, ``known``, ``old``: bool [K], the classes of the task, those up to it, and
-        those before it; ``weight``: a scalar, of the distillation; ``distils``: whether there is a
-        teacher to follow. Rows of memory alone are only classified.
-        """
-        if not sizes[0]:
-            return {"known": self.mask(self.seen), "distils": False}
-        o, current = self.config.options, self.current()
-        known = {*self.old, *current}
-        weight = o.distillation * (len(known) / len(current)) ** o.power
-        return {
-            "current": self.mask(current),
-            "known": self.mask(known),
-            "old": self.mask(self.old),
-            "weight": upload(torch.tensor(weight), self.device),
-            "distils": bool(self.old),
-        }
+        """Beside the masks ``weight``, a scalar, of the distillation."""
+        extras, o = super().extras(labels, sizes), self.config.options
+        if extras["distils"]:
+            current = self.current()
+            extras["weight"] = self.scalar(o.distillation * (len({*self.old, *current}) / len(current)) ** o.power)
+        return extras
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         extras, temperature = rows.extras, self.config.options.temperature
-        parts = [part for part in zip(outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), strict=True)]
-        terms = {}
-        for name, mask, (logits, labels) in zip(("incoming", "replayed"), ("current", "known"), parts, strict=True):
-            if len(labels):
-                terms[name] = masked_cross_entropy(logits, labels, extras[mask])
+        terms = self.cross_entropies(outputs, rows, extras["current"], extras["known"])
         if extras["distils"]:
-            taught = self.teacher.outputs(rows.views).logits.split(rows.sizes)
-            pairs = [(s, t) for (s, _), t in zip(parts, taught, strict=True) if len(t)]
-            kept = [mean_distillation(s.float(), t.float(), extras["old"], temperature) for s, t in pairs]
+            taught = self.teacher.outputs(rows.views).logits
+            pairs = zip(outputs.logits.split(rows.sizes), taught.split(rows.sizes), strict=True)
+            kept = [mean_distillation(s.float(), t.float(), extras["old"], temperature) for s, t in pairs if len(t)]
             terms["distillation"] = extras["weight"] * torch.stack(kept).sum()
         return terms
 

@@ -1,6 +1,4 @@
-"""Co2L: Contrastive Continual Learning (Cha et al., ICCV 2021; docs/specification/baselines.md
-section 14).
-"""
+"""Co2L (Cha et al., ICCV 2021; docs/specification/baselines.md section 14)."""
 
 from __future__ import annotations
 
@@ -12,18 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.nn.probe import fit_probe
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, RunConfig, knob
-
-__all__ = ["Co2l", "Co2lOptions", "asymmetric_contrastive_loss", "relation_distillation"]
+from mose_fast.settings.run import ConfigError, RunConfig
 
 _SOURCE = "chaht01/Co2L"
 # The temperature that the contrastive loss is scaled against (chaht01/Co2L).
@@ -35,8 +29,6 @@ _LEAST_SHARE, _WARM_UP_FROM = 1e-3, 0.01
 
 @dataclass(frozen=True)
 class Co2lOptions(ExemplarOptions):
-    """Switches of Co2L."""
-
     # The classes of the task appear in a loss only as those of its rows.
     current_classes: ClassVar[str] = "seen"
 
@@ -108,7 +100,7 @@ class Co2l(ExemplarLearner):
     """
 
     # In training mode also in chaht01/Co2L, where it is copied after training and never switched.
-    teacher_mode: ClassVar[str | None] = "train"
+    teacher_mode = "train"
 
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)
@@ -140,20 +132,13 @@ class Co2l(ExemplarLearner):
         return len(rows.labels), len(rows.labels)
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``anchors``: bool [K], the classes whose rows are anchors, those of the current task; of
-        rows of memory alone all are; ``distils``: whether there is a teacher to follow; ``lr``:
-        float32 scalar, the learning rate, if it changes.
-        """
-        rate = {"lr": upload(torch.tensor(self.learning_rate(sizes)), self.device)} if self.scheduled else {}
-        if not sizes[0]:
-            return {"anchors": self.mask(self.seen), "distils": False, **rate}
-        return {"anchors": self.mask(self.current()), "distils": bool(self.old), **rate}
+        """Beside the masks ``lr``, a scalar, the learning rate, if it changes."""
+        rate = {"lr": self.scalar(self.learning_rate(sizes))} if self.scheduled else {}
+        return super().extras(labels, sizes) | rate
 
     def learning_rate(self, sizes: tuple[int, ...]) -> float:
-        """The learning rate of the step that is planned next, on sets of rows of these sizes.
-
-        Raises:
-            ConfigError: It needs to know how many batches the task has.
+        """The learning rate of the step that is planned next, on sets of rows of these sizes;
+        ConfigError if it needs to know how many batches the task has.
         """
         o, batches = self.config.options, self.data.task_batches
         if not sizes[0]:
@@ -175,7 +160,7 @@ class Co2l(ExemplarLearner):
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
         o, z = self.config.options, outputs.projections
         labels = rows.labels.repeat(2)
-        anchors = rows.extras["anchors"][labels]
+        anchors = rows.extras["current"][labels]  # those of the current task; of rows of memory alone all
         terms = {"contrastive": asymmetric_contrastive_loss(z, labels, anchors, o.temperature)}
         if rows.extras["distils"]:
             taught = self.teacher.outputs(rows.views).projections
@@ -223,16 +208,9 @@ def similarities(projections: Tensor, temperature: float) -> Tensor:
 
 
 def asymmetric_contrastive_loss(projections: Tensor, labels: Tensor, anchors: Tensor, temperature: float) -> Tensor:
-    """The supervised contrastive loss of anchors against all other views.
-
-    Args:
-        projections: float [V, P], not normalised.
-        labels: int64 [V]; each anchor's label must be that of another view too.
-        anchors: bool [V].
-        temperature: tau.
-
-    Returns:
-        tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
+    """The supervised contrastive loss of ``anchors``, bool [V], against all other views, with
+    projections float [V, P], not normalised; each anchor's label must be that of another view too.
+    tau / 0.07 times the mean over all V views, of which those that are no anchors count 0.
     """
     positive = (labels[:, None] == labels).fill_diagonal_(False)
     each = -torch.where(positive, similarities(projections, temperature).log_softmax(1), 0).sum(1) / positive.sum(1)

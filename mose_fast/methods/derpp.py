@@ -1,23 +1,16 @@
-"""DER++: Dark Experience Replay with labels (Buzzega et al., NeurIPS 2020;
-docs/specification/baselines.md section 12).
-"""
+"""DER++ (Buzzega et al., NeurIPS 2020; docs/specification/baselines.md section 12)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import ReplayMemory
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["Derpp", "DerppOptions"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class Derpp(ReplayLearner):
     their labels.
     """
 
-    sets: ClassVar[int] = 3
+    sets = 3
 
     def build_memory(self) -> ReplayMemory:
         memory = super().build_memory()

@@ -1,23 +1,16 @@
-"""ER: Experience Replay (Chaudhry et al., "On Tiny Episodic Memories in Continual Learning", 2019;
-docs/specification/baselines.md section 2).
-"""
+"""ER: Experience Replay (Chaudhry et al., 2019; docs/specification/baselines.md section 2)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, ReplayLearner
-from mose_fast.settings.run import knob
-
-__all__ = ["Er", "ErOptions"]
 
 
 @dataclass(frozen=True)
 class ErOptions(BaselineOptions):
-    """Switches of ER."""
-
     replay_loss: str = knob(
         "two_means",
         "how incoming and replayed rows are weighted against each other",

@@ -1,29 +1,20 @@
-"""ER-ACE: Experience Replay with Asymmetric Cross-Entropy (Caccia et al., "New Insights on Reducing
-Abrupt Representation Change in Online Continual Learning", ICLR 2022;
-docs/specification/baselines.md section 6.1).
-"""
+"""ER-ACE (Caccia et al., ICLR 2022; docs/specification/baselines.md section 6.1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
-from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, cross_entropy
+from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner
 from mose_fast.nn.cosine import CosineClassifier
-from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.run import knob
-
-__all__ = ["ErAce", "ErAceOptions"]
 
 
 @dataclass(frozen=True)
 class ErAceOptions(BaselineOptions):
-    """Switches of ER-ACE."""
-
     head: str = knob("cosine", "classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
     incoming_classes: str = knob(
         "batch",
@@ -69,7 +60,7 @@ class ErAce(ReplayLearner):
     """
 
     # Its cosines are computed in float32 from float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
@@ -86,12 +77,4 @@ class ErAce(ReplayLearner):
         return {"told_apart": self.mask(allowed)}
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        """As those of ER; but incoming rows have the logits of some classes only."""
-        incoming, replayed = outputs.logits.float().split(rows.sizes)
-        y, y_replayed = rows.labels.split(rows.sizes)
-        terms = {}
-        if len(y):
-            terms["incoming"] = masked_cross_entropy(incoming, y, rows.extras["told_apart"])
-        if len(replayed):
-            terms["replayed"] = cross_entropy(replayed, y_replayed)
-        return terms
+        return self.cross_entropies(outputs, rows, rows.extras.get("told_apart"), None)

@@ -1,27 +1,18 @@
-"""ER-AML: Experience Replay with Asymmetric Metric Learning (Caccia et al., "New Insights on
-Reducing Abrupt Representation Change in Online Continual Learning", ICLR 2022;
-docs/specification/baselines.md section 6).
-"""
+"""ER-AML (Caccia et al., ICLR 2022; docs/specification/baselines.md section 6)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import draw_pairs
 from mose_fast.nn.cosine import CosineClassifier, directions
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["ErAml", "ErAmlOptions", "metric_loss"]
 
 # The temperature that the loss is scaled against (pclucas14/AML).
 _BASE_TEMPERATURE = 0.07
@@ -82,27 +73,23 @@ class ErAml(ReplayLearner):
     features of old classes alone.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **ReplayLearner.without_boundaries,
-        (
-            "negatives",
-            "task",
-        ): "draws negatives from every class seen, so that incoming rows move the features of old classes too",
+    without_boundaries = ReplayLearner.without_boundaries | {
+        ("negatives", "task"): (
+            "draws negatives from every class seen, so that incoming rows move the features of old classes too"
+        )
     }
 
-    sets: ClassVar[int] = 4
+    sets = 4
     # Its cosines are computed in float32 from float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight) if self.config.options.head == "cosine" else linear
 
     def plan(self, x: Tensor, y: Tensor) -> Rows | None:
-        """Incoming rows, their positives, their negatives, replayed rows; the first two sets of
-        equal size, or no pairs at all.
-
-        Incoming rows that lack a positive or a negative are left out. With an empty memory all are
-        trained on by cross-entropy.
+        """Incoming rows, their positives, their negatives, replayed rows. Incoming rows that lack a
+        positive or a negative are left out. With an empty memory all are trained on by
+        cross-entropy, without pairs.
         """
         o = self.config.options
         memory, none = self.memory, y[:0]
@@ -157,18 +144,9 @@ class ErAml(ReplayLearner):
 def metric_loss(
     anchors: Tensor, labels: Tensor, contrast: Tensor, contrast_labels: Tensor, temperature: float
 ) -> Tensor:
-    """Supervised contrastive loss of anchors against a set of other vectors, in float32.
-
-    Args:
-        anchors: float [n, D], features; only their directions count.
-        labels: int64 [n].
-        contrast: float [m, D].
-        contrast_labels: int64 [m]; each anchor's label must be among them.
-        temperature: tau.
-
-    Returns:
-        -(tau / 0.07) times the mean over anchors of the mean log-probability of the vectors with
-        the anchor's label.
+    """Supervised contrastive loss of anchors, float [n, D], against a set of other vectors, float
+    [m, D], among whose labels each anchor's must be; only directions count. -(tau / 0.07) times the
+    mean over anchors of the mean log-probability of the vectors with the anchor's label.
     """
     similarities = directions(anchors) @ directions(contrast).T / temperature
     same = labels[:, None] == contrast_labels

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from torch import Tensor
 
 from mose_fast.learner.about import table_preset
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner
-
-__all__ = ["Finetune"]
 
 
 @method(
@@ -29,7 +24,7 @@ class Finetune(ReplayLearner):
     Its memory only serves the nearest-class-mean classifier.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = Learner.without_boundaries
+    without_boundaries = Learner.without_boundaries
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         return y[:0]

@@ -1,28 +1,23 @@
-"""GDumb: Greedy Sampler and Dumb Learner (Prabhu et al., ECCV 2020; docs/specification/baselines.md
-section 7).
-"""
+"""GDumb (Prabhu et al., ECCV 2020; docs/specification/baselines.md section 7)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.cutmix import cutmix
-from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, Search, knob, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import RECIPES, MethodOptions, RunConfig, knob
-
-__all__ = ["Gdumb", "GdumbOptions", "learning_rate"]
+from mose_fast.settings.run import RECIPES, MethodOptions, RunConfig
 
 # Of SGD, and the gradient's largest norm (drimpossible/GDumb).
 _MOMENTUM = 0.9
@@ -105,9 +100,9 @@ class GdumbOptions(MethodOptions):
 class Gdumb(ReplayLearner):
     """GDumb: keeps a class-balanced memory; trains a new network on it for each evaluation."""
 
-    planning: ClassVar[Planning] = Planning.BATCH_BY_BATCH
-    not_captured: ClassVar[str] = "trains a new network for each evaluation, outside the loop"
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {}
+    planning = Planning.BATCH_BY_BATCH
+    not_captured = "trains a new network for each evaluation, outside the loop"
+    without_boundaries = MappingProxyType({})
 
     def __init__(self, config: RunConfig, **stream: object) -> None:
         super().__init__(config, **stream)
@@ -122,10 +117,8 @@ class Gdumb(ReplayLearner):
         """Incoming batches train nothing."""
 
     def prepare_evaluation(self) -> None:
-        """Trains a new network on the memory, unless this was done since the last batch.
-
-        What comes out depends on the seed and on what was seen, not on how often there was an
-        evaluation before.
+        """Trains a new network on the memory, unless this was done since the last batch. It
+        depends on the seed and on what was seen, not on the number of earlier evaluations.
         """
         o = self.config.options
         if self.data.own["fitted"] == self.memory.seen or self.memory.filled == 0:

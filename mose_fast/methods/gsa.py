@@ -1,26 +1,20 @@
-"""GSA: Gradient Self-Adaptation (Guo et al., "Dealing with Cross-Task Class Discrimination in
-Online Continual Learning", CVPR 2023; docs/specification/baselines.md section 11).
-"""
+"""GSA (Guo et al., CVPR 2023; docs/specification/baselines.md section 11)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, Search, knob, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import CURRENT_CLASSES, knob
-
-__all__ = ["Gsa", "GsaOptions", "class_weights", "two_sets"]
+from mose_fast.settings.run import CURRENT_CLASSES
 
 
 @dataclass(frozen=True)
@@ -75,16 +69,12 @@ class Gsa(ReplayLearner):
     """
 
     # Neither loss has the logits of classes that have not come.
-    hides_unseen: ClassVar[bool] = True
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **ReplayLearner.without_boundaries,
-        (
-            "replay_from",
-            "others",
-        ): "weighs rows of its incoming batch and of the same few classes, and replays no other",
+    hides_unseen = True
+    without_boundaries = ReplayLearner.without_boundaries | {
+        ("replay_from", "others"): "weighs rows of its incoming batch and of the same few classes, and replays no other"
     }
 
-    sets: ClassVar[int] = 3
+    sets = 3
 
     def build_network(self) -> ExpertNetwork:
         network = super().build_network()
@@ -160,14 +150,9 @@ def two_sets(rows: Rows | Inputs, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def class_weights(sums: Tensor) -> Tensor:
-    """The weight of each class: above 1 where its logit was pulled up more than it was pushed down.
-
-    Args:
-        sums: float32 [2, K]: by class c, the sum of 1 - p_c over views of c, and that of p_c over
-            other views.
-
-    Returns:
-        2 / (1 + exp(1 - pulled / pushed)), float32 [K]; 1 where both are equal, from 0.54 to 2.
+    """The weight of each class, float32 [K]: 2 / (1 + exp(1 - pulled / pushed)), from 0.54 to 2,
+    above 1 where its logit was pulled up more than it was pushed down. ``sums`` are float32 [2, K]:
+    by class c, the sum of 1 - p_c over views of c, and that of p_c over other views.
     """
     pulled, pushed = sums
     return 2 * torch.sigmoid(pulled / pushed.clamp_min(torch.finfo(sums.dtype).tiny) - 1)

@@ -1,25 +1,18 @@
-"""GSS: Gradient-based Sample Selection, greedy variant (Aljundi et al., NeurIPS 2019;
-docs/specification/baselines.md section 4).
-"""
+"""GSS (Aljundi et al., NeurIPS 2019; docs/specification/baselines.md section 4)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
 from mose_fast.memory.gradient import GradientMemory
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["Gss", "GssOptions", "cosine_similarity"]
 
 # Score of the samples that arrive first, which there is nothing to compare with (repository).
 _FIRST_SCORE = 0.1
@@ -27,8 +20,6 @@ _FIRST_SCORE = 0.1
 
 @dataclass(frozen=True)
 class GssOptions(BaselineOptions):
-    """Switches of GSS."""
-
     memory_policy: str = knob(
         "gradients", "what the memory keeps", "GSS", choices={"gradients": "samples whose gradients differ"}
     )
@@ -82,8 +73,8 @@ class GssOptions(BaselineOptions):
 class Gss(ReplayLearner):
     """GSS: ER with a memory that prefers samples whose gradients differ from those it holds."""
 
-    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
-    not_captured: ClassVar[str] = "looks at the network to choose the rows that it stores"
+    planning = Planning.LOOKS_AT_MODEL
+    not_captured = "looks at the network to choose the rows that it stores"
     memory: GradientMemory
 
     def build_memory(self) -> GradientMemory:

@@ -1,18 +1,16 @@
-"""IL2A: Class-Incremental Learning via Dual Augmentation (Zhu et al., NeurIPS 2021;
-docs/specification/baselines.md section 13).
-"""
+"""IL2A (Zhu et al., NeurIPS 2021; docs/specification/baselines.md section 13)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mose_fast.augment.class_mixing import Mixes, draw_mixes
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, Search, knob, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import ExemplarLearner, ExemplarOptions
 from mose_fast.learner.model import Model
 from mose_fast.learner.registry import method
@@ -20,10 +18,7 @@ from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
 from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, RunConfig, knob
-
-__all__ = ["Il2a", "Il2aOptions"]
+from mose_fast.settings.run import ConfigError, RunConfig
 
 _SOURCE = "Impression2805/IL2A"
 _RANGE = Search(0.1, 10, log=True, source="choice: a decade around ours, up to the repository's 10")
@@ -32,8 +27,6 @@ _WEIGHT = f"choice: a tenth of {_SOURCE}'s 10, which holds a network of one pass
 
 @dataclass(frozen=True)
 class Il2aOptions(ExemplarOptions):
-    """Switches of IL2A."""
-
     selection: str = ExemplarOptions.again("selection", "random", f"choice; {_SOURCE}: none")
     replay_from: str = ExemplarOptions.again(
         "replay_from", "all", f"choice: else nothing lets a new class win against an old one; {_SOURCE}: no replay"
@@ -106,10 +99,10 @@ class Il2a(ExemplarLearner):
     of old classes by their covariances; here with replayed rows.
     """
 
-    needs_task: ClassVar[bool] = True
+    needs_task = True
 
     # The augmented means need the classifier's float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     @classmethod
     def statistics_bytes(cls, config: RunConfig, classes: int) -> int:
@@ -146,26 +139,20 @@ class Il2a(ExemplarLearner):
         return super().retrieve(x, y) if self.config.options.replay else y[:0]
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``known``: bool [K], the classes up to the current task; ``outputs``: bool [K + P], these
-        and the task's pairs of classes; ``drawn``: int64, old classes whose means are used;
-        ``distils``: whether there are such classes and a teacher; and no mixed rows yet. Rows of
-        memory alone are only classified.
+        """Beside the masks ``mixes``, none yet; ``outputs``, bool [K + P], the known classes and
+        the task's pairs of classes; ``drawn``, int64, old classes whose means are used.
         """
-        none = Mixes(labels[:0], labels[:0], labels[:0].float(), labels[:0])
-        if not sizes[0]:
-            return {"known": self.mask(self.seen), "distils": False, "mixes": none}
-        current, old, options = self.current(), self.old, self.config.options
-        pairs = options.largest_task * (options.largest_task - 1) // 2
-        known = torch.zeros(self.classes + pairs, dtype=torch.bool)
-        known[[*old, *current]] = True
-        m = min(len(current), options.largest_task)
-        known[self.classes : self.classes + m * (m - 1) // 2] = True
-        extras = {"known": upload(known[: self.classes], self.device), "outputs": upload(known, self.device)}
-        if old:
-            word = random_words(self.config.seed, self.data.sequence, options.prototypes, Purpose.RETRIEVAL)[0]
-            drawn = torch.tensor(old)[uniform_below32(word, torch.full_like(word, len(old)))]
+        extras, o = super().extras(labels, sizes), self.config.options
+        extras["mixes"] = Mixes(labels[:0], labels[:0], labels[:0].float(), labels[:0])
+        if sizes[0]:
+            pairs = torch.arange(o.largest_task * (o.largest_task - 1) // 2)
+            m = min(len(self.current()), o.largest_task)
+            extras["outputs"] = torch.cat([extras["known"], upload(pairs < m * (m - 1) // 2, self.device)])
+        if extras["distils"]:
+            word = random_words(self.config.seed, self.data.sequence, o.prototypes, Purpose.RETRIEVAL)[0]
+            drawn = torch.tensor(self.old)[uniform_below32(word, torch.full_like(word, len(self.old)))]
             extras["drawn"] = upload(drawn, self.device)
-        return {**extras, "distils": bool(old), "mixes": none}
+        return extras
 
     def make_views(self, rows: Rows) -> Tensor:
         """float32 [V, 3, H, W]: a view of each incoming row, mixed rows, then replayed ones."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from mose_fast.learner.about import table_preset
 from mose_fast.learner.registry import method
 from mose_fast.methods.er import Er, ErOptions
-
-__all__ = ["Joint"]
 
 
 @method(
@@ -22,4 +18,4 @@ __all__ = ["Joint"]
 class Joint(Er):
     """Upper bound: ER, but the data of all tasks come shuffled together, as one task."""
 
-    joint_stream: ClassVar[bool] = True
+    joint_stream = True

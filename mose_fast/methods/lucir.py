@@ -1,6 +1,4 @@
-"""LUCIR: Learning a Unified Classifier Incrementally via Rebalancing (Hou et al., CVPR 2019;
-docs/specification/baselines.md section 15).
-"""
+"""LUCIR (Hou et al., CVPR 2019; docs/specification/baselines.md section 15)."""
 
 from __future__ import annotations
 
@@ -8,29 +6,23 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import REPLAY_LOSS_SOURCE, ExemplarLearner, ExemplarOptions
+from mose_fast.learner.latch import undone_if
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs, Rows
 from mose_fast.nn.cosine import CosineClassifier, directions
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import knob
-
-__all__ = ["Lucir", "LucirOptions", "feature_distillation", "margin_ranking"]
 
 _SOURCE = "hshustc/CVPR19_Incremental_Learning"
 
 
 @dataclass(frozen=True)
 class LucirOptions(ExemplarOptions):
-    """Switches of LUCIR."""
-
     selection: str = ExemplarOptions.again("selection", "herding", _SOURCE)
     scale: float = knob(
         10.0,
@@ -96,7 +88,7 @@ class Lucir(ExemplarLearner):
     """
 
     # Its cosines are computed in float32 from float32 weights.
-    uses_shadows: ClassVar[bool] = False
+    uses_shadows = False
 
     def classification_head(self, linear: nn.Linear) -> nn.Module:
         return CosineClassifier(linear.weight, self.config.options.scale, learned_scale=True)
@@ -116,30 +108,19 @@ class Lucir(ExemplarLearner):
         return rows._replace(extras={**rows.extras, "fresh": self.mask(fresh), "images": images})
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``known``, ``old``: bool [K], classes up to the current task, and those before it;
-        ``weight``: float32 scalar, of the distillation; ``distils``: whether there is a teacher to
-        follow. Rows of memory alone are only classified.
-        """
-        if not sizes[0]:
-            return {"known": self.mask(self.seen), "old": self.mask([]), "distils": False}
-        current = self.current()
-        weight = self.config.options.distillation * math.sqrt(len(self.old) / len(current))
-        return {
-            "known": self.mask([*self.old, *current]),
-            "old": self.mask(self.old),
-            "weight": upload(torch.tensor(weight), self.device),
-            "distils": bool(self.old),
-        }
+        """Beside the masks ``weight``, a scalar, of the distillation."""
+        extras = super().extras(labels, sizes)
+        if extras["distils"]:
+            share = len(self.old) / len(self.current())
+            extras["weight"] = self.scalar(self.config.options.distillation * math.sqrt(share))
+        return extras
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
-        weight = self.network.classifier1.weight
-        before = weight.detach().clone()
-        losses = super().train_on(rows)
+        if not rows.extras["distils"]:
+            return super().train_on(rows)
         # Adam moves a row also where its gradient is zero, by its moments and by weight decay.
-        kept = rows.extras["old"] | self.model.latch.closed
-        with torch.no_grad():
-            weight.copy_(torch.where(kept[:, None], before, weight))
-        return losses
+        with undone_if(rows.extras["old"][:, None], [self.network.classifier1.weight]):
+            return super().train_on(rows)
 
     def new_rows(self, rows: Inputs) -> AbstractContextManager:
         new = super().new_rows(rows)
@@ -153,10 +134,8 @@ class Lucir(ExemplarLearner):
 
     def imprint(self, rows: Inputs) -> tuple[Tensor, Tensor]:
         """The weights of classes that come for the first time: the mean direction of their
-        features, as long as the weights of old classes on average.
-
-        Returns:
-            float32 [K, D], and bool [K], the classes that have rows.
+        features, as long as the weights of old classes on average, float32 [K, D]; and bool [K],
+        the classes that have rows.
         """
         weight, extras = self.network.classifier1.weight, rows.extras
         self.network.eval()
@@ -185,18 +164,10 @@ def feature_distillation(features: Tensor, taught: Tensor) -> Tensor:
 
 
 def margin_ranking(cosines: Tensor, labels: Tensor, old: Tensor, new: Tensor, rivals: int, margin: float) -> Tensor:
-    """How far rows of old classes are from having a margin over the most similar new classes.
-
-    Args:
-        cosines: float32 [N, K], between features and class weights.
-        labels: int64 [N].
-        old, new: bool [K], the classes whose rows count, and their rivals.
-        rivals: Rivals of each row, or all new classes if they are fewer.
-        margin: The wanted difference of cosines.
-
-    Returns:
-        The mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of
-        such a row and one of its rivals; 0 without any.
+    """How far rows of ``old`` classes, bool [K], are from having a margin over the ``rivals`` most
+    similar ``new`` classes: with cosines float32 [N, K] between features and class weights, the
+    mean of max(0, margin - (cosine of the own class - cosine of the rival)) over pairs of such a
+    row and one of its rivals; 0 without any.
     """
     own = cosines.gather(1, labels[:, None])
     nearest = cosines.masked_fill(~new, -math.inf).topk(min(rivals, cosines.shape[1]), 1).values

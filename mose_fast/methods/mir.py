@@ -1,34 +1,26 @@
-"""MIR: Maximally Interfered Retrieval (Aljundi et al., NeurIPS 2019;
-docs/specification/baselines.md section 3).
-"""
+"""MIR (Aljundi et al., NeurIPS 2019; docs/specification/baselines.md section 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Search, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, ReplayLearner, cross_entropy
-from mose_fast.memory.retrieval import highest
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, knob
-
-__all__ = ["Mir", "MirOptions"]
+from mose_fast.memory import highest
+from mose_fast.settings.run import ConfigError
 
 
 @dataclass(frozen=True)
 class MirOptions(BaselineOptions):
-    """Switches of MIR."""
-
     candidates: int = knob(
         200,
         "rows drawn uniformly, of which buffer_batch are replayed",
@@ -91,8 +83,8 @@ class Mir(ReplayLearner):
     incoming batch alone would raise most.
     """
 
-    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
-    not_captured: ClassVar[str] = "looks at the network to choose the rows that it replays"
+    planning = Planning.LOOKS_AT_MODEL
+    not_captured = "looks at the network to choose the rows that it replays"
 
     def retrieve(self, x: Tensor, y: Tensor) -> Tensor:
         o = self.config.options
@@ -102,19 +94,12 @@ class Mir(ReplayLearner):
         return highest(candidates, self.interference(x, y, candidates), o.buffer_batch)
 
     def interference(self, x: Tensor, y: Tensor, slots: Tensor) -> Tensor:
-        """How much a virtual SGD step on the incoming batch alone raises the loss of each
-        candidate.
+        """How much a virtual SGD step on the incoming batch alone raises the loss of each candidate
+        in ``slots``, int64 [S]: float32 [S].
 
         The incoming batch is seen in the views that the step itself will use, candidates as they
         are stored. Batch norm uses the statistics of each pass and leaves its running ones alone;
         the network's weights are not touched or copied.
-
-        Args:
-            x: uint8 [B, H, W, 3]; y: int64 [B].
-            slots: int64 [S].
-
-        Returns:
-            float32 [S]: loss after minus loss before.
         """
         o = self.config.options
         virtual_lr = o.lr if o.virtual_lr is None else o.virtual_lr

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from mose_fast.augment import ViewInputs
 from mose_fast.augment.views import padded
 from mose_fast.device import upload
-from mose_fast.learner.about import Preset
+from mose_fast.learner.about import Preset, Search, knob
 from mose_fast.learner.data import class_mask
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
@@ -21,7 +20,7 @@ from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import method
 from mose_fast.losses import ExpertLosses
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.knob import Search, documented
+from mose_fast.settings.knob import documented
 from mose_fast.settings.run import (
     CONTRASTIVE_TEMPERATURES,
     CURRENT_CLASSES,
@@ -29,10 +28,7 @@ from mose_fast.settings.run import (
     ConfigError,
     ReplayOptions,
     RunConfig,
-    knob,
 )
-
-__all__ = ["MOSE_PRESETS", "Composition", "Mose", "MoseOptions", "StepPlan", "StepRows", "StepViews", "Targets"]
 
 _PARTS = ("contrastive", "cross_entropy", "distillation")
 
@@ -169,8 +165,7 @@ class MoseOptions(ReplayOptions):
         return (self.student or self.experts) - 1
 
 
-#: What each preset sets differently from :class:`MoseOptions`' defaults. ``released`` is the
-#: default itself.
+#: What each preset sets differently from :class:`MoseOptions`' defaults.
 MOSE_PRESETS: dict[str, dict[str, Any]] = {
     "released": {},
     "paper": {
@@ -203,17 +198,15 @@ class Composition(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """A step's data, chosen without looking at the model.
-
-    It contains copies of the rows, never slots of the memory, which later plans may overwrite
-    before the step is taken.
+    """A step's data, chosen without looking at the model; copies, since later plans may overwrite
+    slots of the memory before the step is taken.
 
     Attributes:
         images: uint8 [R, H, W, 3]: the rows of the new set, then those of the buffer set.
         labels: int64 [R].
         composition: Numbers of rows by origin; R is their sum.
         current_classes: bool [K], the current task's classes; None: one cross-entropy over all rows
-        and classes.
+            and classes.
         sequence: Number of the step among those that draw views.
     """
 
@@ -230,13 +223,12 @@ class StepPlan(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What the losses of a step compare its views with: tensors of one shape for every step of a
-    kind, once they are padded.
+    """What the losses of a step compare its views with; padded, its tensors have one shape for
+    every step of a kind.
 
     Attributes:
         labels: int64 [V], by view; 0 for padding.
-        new_views: Views of the new set, which come first; an int32 scalar on the device where the
-            inputs are padded.
+        new_views: Views of the new set, which come first; padded, an int32 scalar on the device.
         current_classes: See :class:`StepPlan`.
         valid_views: Views that are not padding, likewise; None where none is.
     """
@@ -280,16 +272,14 @@ class Mose(Learner):
     self-distillation into the student.
     """
 
-    planning: ClassVar[Planning] = Planning.CAPTURED
-    uses_shadows: ClassVar[bool] = True
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        (
-            "first_task",
-            "joint",
-        ): "trains as in the first task to the end: one set of rows, one cross-entropy over all classes",
+    planning = Planning.CAPTURED
+    uses_shadows = True
+    without_boundaries = {
+        ("first_task", "joint"): (
+            "trains as in the first task to the end: one set of rows, one cross-entropy over all classes"
+        ),
         ("replay_from", "others"): "has no row of an old class in its buffer set",
-        **Learner.without_boundaries,
-    }
+    } | Learner.without_boundaries
 
     def __init__(self, config: RunConfig, **stream: Any) -> None:
         super().__init__(config, **stream)
@@ -323,9 +313,8 @@ class Mose(Learner):
             mask = None
         else:
             extra = self.memory.draw(o.new_extra, only=self.task) if o.new_extra else none
-            copies = (
-                min(o.buffer_batch * len(current) // len(self.seen), o.buffer_batch, len(x)) if o.incoming_copies else 0
-            )
+            share = o.buffer_batch * len(current) // len(self.seen) if o.incoming_copies else 0
+            copies = min(share, o.buffer_batch, len(x))
             wanted = o.buffer_batch - copies
             if o.per_class_cap is not None:
                 wanted = min(wanted, o.per_class_cap * len(self.seen))
@@ -361,9 +350,7 @@ class Mose(Learner):
         the same step.
 
         Args:
-            plan: The result of :meth:`plan`.
-            rows: Pad to this many rows, so that steps of different sizes have inputs of the same
-                shapes; None: no padding.
+            rows: Pad to this many rows, so that steps of all sizes have inputs of the same shapes.
             ready: Make the views here, for a feed that cannot be captured, unless they are made on
                 a thread of their own.
         """
@@ -388,10 +375,8 @@ class Mose(Learner):
 
     def padded_rows(self, plan: StepPlan) -> int | None:
         """Rows that a step of this kind has at most, to which a captured step pads; None where it
-        cannot be padded.
-
-        Padding needs norms that leave the padded rows out, and a batch no larger than the stream's.
-        Steps on rows of the memory alone have one size and need no padding.
+        cannot be padded: that needs norms that leave padded rows out, and a batch no larger than
+        the stream's. Steps on rows of the memory alone have one size and need no padding.
         """
         if not plan.composition.incoming:
             return None
@@ -400,14 +385,9 @@ class Mose(Learner):
         return rows if self.kernels == "fused" and len(plan.images) <= rows else None
 
     def train_on(self, inputs: StepRows | StepViews) -> dict[str, Tensor]:
-        """Views, forward, losses, backward and optimiser: all that a captured step captures.
-
-        Returns:
-            The loss and its three parts, each summed over the experts, float32 scalars. Once the
-            run has diverged, the loss is NaN or infinite in every step.
-        """
-        rows, targets = isinstance(inputs, StepRows), inputs.targets
-        views = self.views.apply(inputs.images, inputs.views) if rows else inputs.views
+        """The loss and its three parts, each summed over the experts."""
+        targets = inputs.targets
+        views = self.views.apply(inputs.images, inputs.views) if isinstance(inputs, StepRows) else inputs.views
         self.network.train()
         with self.model.step():
             # PyTorch's own norms count padding rows.

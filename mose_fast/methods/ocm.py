@@ -1,11 +1,8 @@
-"""OCM: Online Continual learning through Mutual information maximisation (Guo et al., ICML 2022;
-docs/specification/baselines.md section 9).
-"""
+"""OCM (Guo et al., ICML 2022; docs/specification/baselines.md section 9)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +13,6 @@ from mose_fast.learner.replay_learner import Inputs, Outputs, Rows, cross_entrop
 from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, view_information
 from mose_fast.nn.cosine import directions
-
-__all__ = ["Ocm"]
 
 
 @method(
@@ -39,12 +34,8 @@ class Ocm(RotatedLearner):
     keeps projections and logits near those of the network of the task before.
     """
 
-    without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
-        **RotatedLearner.without_boundaries,
-        ("first_task", "same"): "has no teacher",
-    }
-
-    teacher_mode: ClassVar[str] = "train"
+    without_boundaries = RotatedLearner.without_boundaries | {("first_task", "same"): "has no teacher"}
+    teacher_mode = "train"
 
     def plan(self, x: Tensor, y: Tensor) -> Rows:
         return self.rows(x, y, y[:0] if self.alone else self.retrieve(x, y))

@@ -1,17 +1,15 @@
-"""OnPro: Online Prototype learning (Wei et al., ICCV 2023; docs/specification/baselines.md section
-10).
-"""
+"""OnPro (Wei et al., ICCV 2023; docs/specification/baselines.md section 10)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mose_fast.learner.about import Preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, Search, knob, sources_preset, table_preset
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import Inputs, Outputs, Rows
@@ -19,16 +17,11 @@ from mose_fast.learner.rotated import RotatedLearner, RotatedOptions
 from mose_fast.losses.information import class_information, class_means, prototype_loss, view_information
 from mose_fast.memory.feedback import feedback
 from mose_fast.nn import ExpertNetwork
-from mose_fast.settings.knob import Search
-from mose_fast.settings.run import ConfigError, knob
-
-__all__ = ["OnPro", "OnProOptions"]
+from mose_fast.settings.run import ConfigError
 
 
 @dataclass(frozen=True)
 class OnProOptions(RotatedOptions):
-    """Switches of OnPro."""
-
     random_share: float = knob(
         0.9,
         "share of the replayed rows drawn at random; the others come from pairs of classes with close prototypes",
@@ -71,9 +64,9 @@ class OnPro(RotatedLearner):
     classifies replayed rows, mixed more often where prototypes are close.
     """
 
-    planning: ClassVar[Planning] = Planning.LOOKS_AT_MODEL
-    not_captured: ClassVar[str] = "mixes rows by the prototypes of the step before"
-    sets: ClassVar[int] = 3
+    planning = Planning.LOOKS_AT_MODEL
+    not_captured = "mixes rows by the prototypes of the step before"
+    sets = 3
 
     def build_network(self) -> ExpertNetwork:
         network = super().build_network()

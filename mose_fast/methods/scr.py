@@ -1,6 +1,4 @@
-"""SCR: Supervised Contrastive Replay (Mai et al., CVPR 2021 workshops;
-docs/specification/baselines.md section 8).
-"""
+"""SCR (Mai et al., CVPR 2021 workshops; docs/specification/baselines.md section 8)."""
 
 from __future__ import annotations
 
@@ -9,20 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn.heads import projection_mlp
 from mose_fast.ops.expert_losses import contrastive_loss
-from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, knob
-
-__all__ = ["Scr", "ScrOptions"]
+from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES
 
 
 @dataclass(frozen=True)
 class ScrOptions(BaselineOptions):
-    """Switches of SCR."""
-
     augment: str = BaselineOptions.again(
         "augment",
         "scr",

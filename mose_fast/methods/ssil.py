@@ -1,30 +1,22 @@
-"""SS-IL: Separated Softmax for Incremental Learning (Ahn et al., ICCV 2021;
-docs/specification/baselines.md section 18).
-"""
+"""SS-IL (Ahn et al., ICCV 2021; docs/specification/baselines.md section 18)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mose_fast.device import upload
-from mose_fast.learner.about import official_preset, sources_preset, table_preset
+from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.exemplar_learner import TEMPERATURES, ExemplarLearner, ExemplarOptions
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, Inputs, Outputs
-from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.run import knob
-
-__all__ = ["Ssil", "SsilOptions", "task_wise_distillation"]
 
 
 @dataclass(frozen=True)
 class SsilOptions(ExemplarOptions):
-    """Switches of SS-IL."""
-
     temperature: float = knob(2.0, "temperature of the distillation", "SS-IL", above=0, search=TEMPERATURES)
     replay_loss: str = knob(
         "two_means",
@@ -65,55 +57,34 @@ class Ssil(ExemplarLearner):
     task is kept on all rows.
     """
 
-    needs_boundaries: ClassVar[str] = "has a softmax for each task"
+    needs_boundaries = "has a softmax for each task"
 
     def on_task_end(self) -> None:
         self.data.own["tasks"] = [*self.data.own.get("tasks", []), list(self.current())]
         super().on_task_end()
 
     def extras(self, labels: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
-        """``current``, ``old``: bool [K], the classes that incoming and replayed rows are told
-        apart from; ``tasks``: int64 [K], the task of each old class and a task of its own for every
-        other; ``distils``: whether there is a teacher to follow.
+        """Beside the masks ``tasks``, int64 [K], the task of each old class and a task of its own
+        for every other.
         """
-        if not sizes[0]:  # rehearsal
-            return {"old": self.mask(self.seen), "distils": False}
         tasks = torch.arange(self.classes, 2 * self.classes)
         for number, classes in enumerate(self.data.own.get("tasks", [])):
             tasks[classes] = number
-        return {
-            "current": self.mask(self.current()),
-            "old": self.mask(self.old),
-            "tasks": upload(tasks, self.device),
-            "distils": bool(self.old),
-        }
+        return super().extras(labels, sizes) | {"tasks": upload(tasks, self.device)}
 
     def losses(self, outputs: Outputs, rows: Inputs) -> dict[str, Tensor]:
-        logits, pooled = outputs.logits.split(rows.sizes), self.config.options.replay_loss == "one_mean"
-        terms = {}
-        for name, mask, part, y in zip(
-            ("incoming", "replayed"), ("current", "old"), logits, rows.labels.split(rows.sizes), strict=True
-        ):
-            if len(y):
-                weight = len(y) / len(rows.labels) if pooled else 1.0
-                terms[name] = weight * masked_cross_entropy(part, y, rows.extras[mask])
-        if rows.extras["distils"]:
-            taught = self.teacher.outputs(rows.views).logits
-            temperature = self.config.options.temperature
-            terms["distillation"] = task_wise_distillation(
-                outputs.logits.float(), taught.float(), rows.extras["tasks"], temperature
-            )
+        extras, temperature = rows.extras, self.config.options.temperature
+        terms = self.cross_entropies(outputs, rows, extras["current"], extras["old"])
+        if extras["distils"]:
+            logits, taught = outputs.logits.float(), self.teacher.outputs(rows.views).logits.float()
+            terms["distillation"] = task_wise_distillation(logits, taught, extras["tasks"], temperature)
         return terms
 
 
 def task_wise_distillation(student: Tensor, teacher: Tensor, tasks: Tensor, temperature: float) -> Tensor:
     """The divergence of the student's softmax from the teacher's within each task, summed over
-    tasks: T^2 times the mean over rows of KL(teacher || student).
-
-    Args:
-        student, teacher: Logits [N, K].
-        tasks: int64 [K], the task of each class. A class that is alone in its task adds nothing.
-        temperature: T, which both logits are divided by.
+    tasks: T^2 times the mean over rows of KL(teacher || student), of logits [N, K] / T. ``tasks``
+    are int64 [K], by class. A class that is alone in its task adds nothing.
     """
     other = tasks[:, None] != tasks
 

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 import torch
@@ -21,8 +22,7 @@ from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.state_file import StateFileError, state_file
 from tests.paths import ROOT
 from tests.unit.learner.ema import Ema, entered
-
-every = pytest.mark.parametrize("name", [*METHODS, "ema"])
+from tests.unit.methods.by_hand import bits
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,6 @@ def options(name: str) -> dict:
     return {"passes": 2, "passes_before": 1} if name == "gdumb" else {}
 
 
-def bits(learner) -> dict[str, bytes]:
-    tensors, values = learner.state()
-    found = {name: t.view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
-    return found | {"": json.dumps(values).encode()}
-
-
 def go_on(learner, teach, batch) -> list[int]:
     """The rest of a task, a task more, and predictions."""
     teach(learner, tasks=(1,), steps=2, seed=1)
@@ -50,8 +44,7 @@ def go_on(learner, teach, batch) -> list[int]:
 
 
 @pytest.mark.slow
-@every
-@pytest.mark.parametrize("how", ["file", "pickle", "copy"])
+@pytest.mark.parametrize(("name", "how"), zip([*METHODS, "ema"], cycle(["file", "pickle", "copy"]), strict=False))
 def test_it_continues_bit_for_bit_in_the_middle_of_a_task(name, how, make, teach, batch, tmp_path):
     learner = teach(make(name, options=options(name), kernels="fused"), steps=2)
     before = bits(learner)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mose_fast.device import Choice
 from mose_fast.learner.teacher import Teacher
 from mose_fast.methods import Er
 from mose_fast.settings.run import ConfigError
@@ -44,17 +43,6 @@ def test_it_computes_what_the_network_did_when_the_task_ended(mode, kernels, pre
     assert torch.equal(learner.teacher.outputs(views).logits, found.logits)
 
 
-@pytest.mark.parametrize("precision", ["bf16", Choice("bf16", "auto: a card")], ids=["name", "choice"])
-def test_a_precision_is_given_by_name_or_as_the_learners_choice(precision, make, batch):
-    learner = make("er", width=8)
-    half, whole = Teacher(learner.network, precision=precision), Teacher(learner.network)
-    views = views_of(learner, batch)
-    assert half.outputs(views).logits.dtype == torch.bfloat16 and whole.outputs(views).logits.dtype == torch.float32
-    for wrong in ("auto", Choice("fp8"), None):
-        with pytest.raises(ConfigError, match=r"precision is .*; wanted one of fp32, tf32, bf16"):
-            Teacher(learner.network, precision=wrong)
-
-
 def test_another_mode_is_refused(monkeypatch, make):
     monkeypatch.setattr(Er, "teacher_mode", "ema")
     with pytest.raises(ConfigError, match=r"Er.teacher_mode is 'ema'; wanted 'eval', 'train' or None"):
@@ -63,7 +51,7 @@ def test_another_mode_is_refused(monkeypatch, make):
 
 def test_bf16_copies_give_what_the_weights_that_they_round_give(make, teach, batch):
     learner = teach(make("er", kernels="fused", precision="bf16", width=8), tasks=(0,))
-    teachers = [Teacher(learner.network, precision="bf16", shadowed=shadowed) for shadowed in (False, True)]
+    teachers = [Teacher(learner.network, half=True, shadowed=shadowed) for shadowed in (False, True)]
     for teacher in teachers:
         teacher.take(learner.network)
     assert {p.dtype for p in teachers[1].network.parameters() if p.dim() > 1} == {torch.bfloat16}

@@ -56,16 +56,6 @@ def test_counts_are_those_of_the_algorithm_item_by_item(size):
             assert sum(expected) == balanced.filled <= capacity
 
 
-def test_balanced_within_one():
-    balanced = memory(31, 7)
-    for task, (first, second) in enumerate([(0, 1), (2, 3), (4, 5), (6, 6)]):
-        for _ in range(20):
-            insert(balanced, [first, second] * 5, task)
-        held = counts(balanced, 7)[: second + 1]
-        assert sum(held) == balanced.filled and max(held) - min(held) <= 1
-    assert balanced.filled == 31 and sorted(held) == [4, 4, 4, 4, 5, 5, 5]
-
-
 def test_slots_stay_together_and_no_sample_is_held_twice():
     balanced = memory(20, 5)
     for step in range(30):

@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from mose_fast.memory import ExemplarMemory
-from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, herding_ranks, positions_in_group
-from mose_fast.memory.twin import HostTwin
+from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, herding_ranks
 
 
 def memory(capacity: int = 20, selection: str = "first", **settings) -> ExemplarMemory:
     return ExemplarMemory(capacity, (8, 8), selection=selection, classes=10, **{"seed": 0, **settings})
 
 
-def fill(memory: ExemplarMemory, labels, task: int = 0, **how) -> torch.Tensor:
+def fill(memory: ExemplarMemory, labels, task: int = 0, held_out=None) -> torch.Tensor:
     """Inserts a batch whose images show their position in the stream."""
     index = torch.arange(memory.seen, memory.seen + len(labels))
     x = index.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 8, 8, 3)
     labels = torch.as_tensor(labels)
     stored = [*memory.labels[: memory.filled].tolist(), *memory.buffer.classes.tolist()]
-    return memory.insert(x, labels, task, index, known=list(dict.fromkeys(stored + labels.tolist())), **how)
+    held_out = torch.zeros(len(labels), dtype=torch.bool) if held_out is None else held_out
+    known = list(dict.fromkeys(stored + labels.tolist()))
+    return memory.insert(x, labels, task, index, known=known, classes=labels, held_out=held_out)
 
 
 def features(memory: ExemplarMemory) -> torch.Tensor:
@@ -39,11 +40,6 @@ def bits(memory: ExemplarMemory) -> dict[str, list]:
     return {name: tensor.tolist() for name, tensor in memory.tensors().items()} | {
         "host": [memory.seen, memory.filled, memory.held, memory.seed]
     }
-
-
-def test_positions_among_equals():
-    assert positions_in_group(torch.tensor([3, 0, 3, 3, 1, 0])).tolist() == [0, 0, 1, 2, 0, 1]
-    assert positions_in_group(torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
@@ -164,12 +160,9 @@ def test_images_of_the_task_may_count_against_the_memory():
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("twin", [False, True])
-def test_rows_of_all_classes_come_from_what_would_be_exemplars(selection, twin):
+def test_rows_of_all_classes_come_from_what_would_be_exemplars(selection):
     """Every class has an equal share of them, its first choices; none that is held out."""
     exemplars = memory(24, selection, validation=0.1)
-    if twin:
-        exemplars.twin = HostTwin(24, 0)
     fill(exemplars, [0, 1] * 15, held_out=torch.arange(30) < 4)
     exemplars.rebuild([0, 1], 0, features(exemplars))
     old = held_by_class(exemplars)
@@ -185,8 +178,7 @@ def test_rows_of_all_classes_come_from_what_would_be_exemplars(selection, twin):
     assert found[0] == set(old[0][:5]) and found[1] == set(old[1][:5])
     assert all(len(found[c]) == 5 and min(found[c]) >= 34 for c in (2, 3))
     assert sum(met.values()) == 1400 and min(met.values()) > 40
-    state = exemplars.state if exemplars.twin is None else exemplars.twin.state
-    assert int(state[1]) == int(exemplars.state[1]) == 200
+    assert int(exemplars.twin.state[1]) == int(exemplars.state[1]) == 200
 
 
 def test_herding_leaves_held_out_images_alone():
@@ -220,15 +212,10 @@ def test_a_share_is_held_out_and_never_drawn():
     assert exemplars.filled == 2 * 6 + 3 * 7 + 5
 
 
-@pytest.mark.parametrize("twin", [False, True])
 @pytest.mark.parametrize(("selection", "within"), [*((name, False) for name in SELECTIONS), ("random", True)])
-def test_all_can_be_undone_and_done_again(selection, within, twin):
-    """Batches, growth of the buffer, the end of a task and draws, as on a GPU with the host's
-    twin and without.
-    """
+def test_all_can_be_undone_and_done_again(selection, within):
+    """Batches, growth of the buffer, the end of a task and draws."""
     exemplars = memory(20, selection, within=within)
-    if twin:
-        exemplars.twin = HostTwin(20, 0)
     fill(exemplars, [0, 1] * 8)
     exemplars.rebuild([0, 1], 0, features(exemplars))
     fill(exemplars, [2, 3], 1)
@@ -251,8 +238,8 @@ def test_all_can_be_undone_and_done_again(selection, within, twin):
     after = bits(exemplars)
     while records:
         exemplars.restore(records.pop())
-        assert not twin or torch.equal(exemplars.twin.tasks, exemplars.tasks)
-        assert not twin or torch.equal(exemplars.twin.labels, exemplars.labels)
+        assert torch.equal(exemplars.twin.tasks, exemplars.tasks)
+        assert torch.equal(exemplars.twin.labels, exemplars.labels)
     assert bits(exemplars) == before != after
     act()
     assert bits(exemplars) == after

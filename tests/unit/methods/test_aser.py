@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.unit.methods.by_hand import tensor_bits
 
@@ -25,16 +24,6 @@ def test_until_the_memory_is_full_aser_is_er_with_one_mean_bit_for_bit(make, tea
     assert aser.weights_hash() != er.weights_hash()
 
 
-def test_replayed_rows_are_the_memorys_choice_in_evaluation_mode_features(make, teach, batch):
-    aser = teach(make("aser", options={"buffer_batch": 5}))
-    x, y = batch([4, 5] * 5)
-    wanted = aser.memory.retrieve(x, y, 5, "asvm", lambda images: aser.outputs(images)[0][0], aser.steps)
-    before = tensor_bits(aser)
-    assert torch.equal(aser.retrieve(x, y), wanted) and tensor_bits(aser) == before
-    rows = trained_rows(aser, x, y, 2)
-    assert rows.sizes == (10, 5) and torch.equal(rows.slots, wanted)
-
-
 def test_candidates_bound_the_rows(make, teach, batch):
     """Two of each of four classes: eight rows, though twelve are asked for."""
     aser = teach(make("aser", memory=45), steps=6)
@@ -48,15 +37,3 @@ def test_every_score_trains(make, teach, score):
     aser = teach(make("aser", options={"score": score, "buffer_batch": 3}, precision="bf16"), tasks=(0, 1, 2))
     assert aser.steps == 12 and all(t.isfinite().all() for t in aser.model.state().values())
     assert aser.memory.seen == 120
-
-
-def test_new_classes_reach_a_full_memory(make, teach):
-    aser = teach(make("aser"), tasks=(0, 1, 2))
-    assert (aser.memory.tasks == 2).any() and aser.memory.filled == 30
-
-
-def test_others_are_the_only_candidates_where_asked(make, teach, batch):
-    aser = teach(make("aser", options={"replay_from": "others", "buffer_batch": 3}), steps=5)
-    for step in range(3):
-        rows = trained_rows(aser, *batch([2, 3] * 5, seed=step), 1)
-        assert set(rows.labels[10:].tolist()) <= {0, 1} and len(rows.slots) > 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import create_learner
 from mose_fast.nn.corrected import fit_correction
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
@@ -70,28 +69,6 @@ def test_the_correction_ends_with_the_next_step_and_returns_when_that_is_undone(
     learner.model.latch.open()
     learner.observe(*batch([4, 5] * 5), 2)
     assert head.scale.eq(1).all() and head.shift.eq(0).all()
-
-
-def test_the_correction_lowers_the_loss_of_held_out_images(make, teach):
-    learner = teach(make("bic", memory=120, width=2), steps=12)
-    learner.end_task()
-    held = learner.memory.held_slots
-    images, labels, head = learner.memory.images[held], learner.memory.labels[held], learner.network.classifier1
-
-    def loss() -> float:
-        return torch.nn.functional.cross_entropy(learner.outputs(images)[1][0][:, :4], labels).item()
-
-    assert sorted(labels.tolist()) == sorted([0, 1, 2, 3] * 3)
-    corrected = loss()
-    head.forget()
-    assert corrected < loss() - 0.02
-
-
-def test_the_held_out_share_exists_in_the_smallest_memories_of_the_paper():
-    """A thousand slots for a hundred classes: one of ten is held out."""
-    for memory, classes in ((1000, 100), (2000, 200)):
-        learner = create_learner(method="bic", classes=classes, memory=memory, width=1, image_size=(8, 8), device="cpu")
-        assert learner.memory.quota(0, classes) == (9, 1)
 
 
 def test_training_on_the_final_memory_has_no_correction_and_holds_nothing_out(make, batch):

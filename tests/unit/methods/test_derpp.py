@@ -20,14 +20,6 @@ def test_without_distillation_it_is_er_bit_for_bit(make, teach, passes):
     assert derpp.weights_hash() != teach(make("derpp", options={"passes": passes})).weights_hash()
 
 
-def test_the_two_draws_are_independent_and_as_large_as_the_memory_allows(make, teach, batch):
-    learner = teach(make("derpp", memory=12))
-    rows = learner.plan(*batch([4, 5] * 5))
-    first, second = rows.slots.split([12, 12])
-    assert rows.sizes == (10, 12, 12) and sorted(first.tolist()) == sorted(second.tolist()) == list(range(12))
-    assert first.tolist() != second.tolist()
-
-
 def batches(batch):
     """Twelve batches of three tasks, as arguments of ``prepare``; the memory forgets many rows."""
     for number in range(12):

@@ -28,16 +28,6 @@ def test_the_official_preset_replays_finished_tasks_alone(make, teach, batch):
     assert later.sizes == (10, 10 + 2) and set(later.labels[10:].tolist()) <= {0, 1}
 
 
-def test_er_observes_to_learn(make, batch):
-    """Four classes told apart by brightness, two tasks: far above chance without the loop."""
-    learner = make("er", classes=4, width=4, memory=60, seed=1)
-    for task, labels in enumerate(([0, 1], [2, 3])):
-        for step in range(40):
-            learner.observe(*batch(np.random.default_rng(step).choice(labels, 10), seed=100 * task + step), task=task)
-    x, y = batch(list(range(4)) * 25, seed=9999)
-    assert (learner.predict(x) == y).float().mean() > 0.7
-
-
 def test_fine_tuning_ignores_its_memory(make, teach):
     one, other = (make("finetune", memory=memory, options={"buffer_batch": 4}) for memory in (4, 40))
     teach(one), teach(other)

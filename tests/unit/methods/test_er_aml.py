@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from mose_fast.methods.er_aml import metric_loss
 from mose_fast.nn import CosineClassifier
 
 
@@ -18,30 +15,6 @@ def observed_rows(learner, x, y, task):
     learner.observe(x, y, task)
     learner.plan = plan
     return planned[0]
-
-
-def test_the_loss_against_a_loop():
-    generator = torch.Generator().manual_seed(0)
-    anchors, contrast = torch.randn(4, 8, generator=generator), torch.randn(6, 8, generator=generator)
-    labels, contrast_labels, temperature = [0, 1, 1, 2], [2, 0, 1, 1, 0, 5], 0.3
-    total = 0.0
-    for anchor, label in zip(anchors, labels, strict=True):
-        exponents = [float(anchor @ v) / (float(anchor.norm()) * float(v.norm())) / temperature for v in contrast]
-        logs = [e - math.log(sum(map(math.exp, exponents))) for e in exponents]
-        own = [value for value, other in zip(logs, contrast_labels, strict=True) if other == label]
-        total += sum(own) / len(own)
-    loss = metric_loss(anchors, torch.tensor(labels), contrast, torch.tensor(contrast_labels), temperature)
-    assert float(loss) == pytest.approx(-temperature / 0.07 * total / 4, rel=1e-4)
-
-
-def test_the_loss_by_hand():
-    """One anchor on its positive, at a right angle to its negative: log(1 + exp(-1 / tau)), times
-    tau / 0.07.
-    """
-    loss = metric_loss(
-        torch.tensor([[3.0, 0]]), torch.tensor([1]), torch.tensor([[5.0, 0], [0, 2]]), torch.tensor([1, 0]), 0.5
-    )
-    assert float(loss) == pytest.approx(0.5 / 0.07 * math.log(1 + math.exp(-2)), rel=1e-3)
 
 
 def test_the_rows_of_a_step(make, batch, teach):

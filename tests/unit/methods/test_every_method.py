@@ -4,7 +4,6 @@ precision, presets.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import warnings
@@ -17,7 +16,7 @@ import torch
 from mose_fast.methods import METHODS, BaselineOptions, Planning
 from mose_fast.runs.results import schema
 from mose_fast.settings.knob import settings_of
-from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, ReplayOptions, RunConfig
+from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 from tests.unit.methods.by_hand import bits
@@ -72,14 +71,6 @@ def test_it_starts_from_the_weights_of_er(name, make):
     assert er.keys() - found.keys() <= {"classifier1.bias"}
     shared = {p for p in found if p != "classifier1.scale" and not p.startswith("projection1")}
     assert all(torch.equal(found[p], er[p]) for p in shared)
-
-
-@every
-def test_what_the_list_shows(name):
-    learner = METHODS[name]
-    assert 1980 < learner.about.year < 2030 and learner.about.cost > 0 and len(learner.about.reference) > 10
-    assert (inspect.getdoc(learner) or "").split("\n\n")[0].endswith(".")
-    assert all(preset.source for preset in learner.about.presets.values())
 
 
 @pytest.mark.parametrize(("name", "preset"), PRESETS)
@@ -266,37 +257,9 @@ def test_a_memory_too_small_names_the_least_size(name):
         RunConfig.create(method=name, memory=7, options={"buffer_batch": 8})
 
 
-# Switches that all methods have which train on incoming batches
-
-REPLAYING = tuple(name for name in NAMES if issubclass(METHOD_SETTINGS[name].options, ReplayOptions))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REPLAYING)
-def test_the_review_goes_once_through_the_memory(name, make, teach):
-    reviewed, plain = (
-        teach(make(name, memory=30, options={"review": on, **SHORT.get(name, {})}), tasks=(0,)) for on in (True, False)
-    )
-    assert reviewed.weights_hash() == plain.weights_hash()
-    steps = reviewed.steps
-    reviewed.end_task(), plain.end_task()
-    assert plain.steps == steps and reviewed.steps == steps + 2  # 30 slots in whole batches of 12
-    assert reviewed.weights_hash() != plain.weights_hash()
-
-
 def has_a_policy_of_its_own(name: str) -> bool:
     setting = settings_of(type(RunConfig.create(method=name).options)).get("options.memory_policy")
     return setting is None or "reservoir" not in setting.choices
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if not has_a_policy_of_its_own(name)])
-def test_a_balanced_memory(name, make, teach, batch):
-    """A class that comes once has its share; a memory of another policy loses most of it."""
-    learner = teach(make(name, memory=12, options={"memory_policy": "balanced"}), steps=6)
-    assert torch.bincount(learner.memory.labels).tolist() == [3] * 4
-    learner.observe(*batch([4] * 10), task=2)
-    assert sorted(torch.bincount(learner.memory.labels).tolist()) == [2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if has_a_policy_of_its_own(name)])
@@ -310,44 +273,23 @@ def test_methods_with_a_policy_of_their_own_refuse_another(name):
 
 @pytest.mark.slow
 @every
-def test_weights_depend_on_the_seed_alone_and_nothing_touches_the_global_generator(name, make, teach):
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = teach(make(name, seed=5)).weights_hash()
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert teach(make(name, seed=5)).weights_hash() == first != teach(make(name, seed=6)).weights_hash()
-
-
-@pytest.mark.slow
-@every
-def test_the_weights_can_have_a_seed_of_their_own(name, make, teach, batch):
+def test_weights_depend_on_the_seeds_alone_and_nothing_touches_the_global_generator(name, make, teach):
     def start(**seeds):
         return make(name, options=SHORT.get(name, {}), **seeds)
 
     assert start(seed=5, init_seed=6).weights_hash() == start(seed=6).weights_hash() != start(seed=5).weights_hash()
-    learner, others = teach(start(seed=5, init_seed=6)), teach(start(seed=5))
-    assert learner.memory.seen == others.memory.seen
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    learner = teach(start(seed=5), steps=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again, others = teach(start(seed=5), steps=2), teach(start(seed=5, init_seed=6), steps=2)
     by_model = learner.planning is Planning.LOOKS_AT_MODEL or getattr(learner.memory, "selection", "") == "herding"
     if not by_model:  # what the memory holds depends on the data's seed alone
         assert torch.equal(learner.memory.indices, others.memory.indices)
-    learner.prepare_evaluation()
-    others.prepare_evaluation()
-    assert learner.weights_hash() != others.weights_hash()
-
-
-@pytest.mark.slow
-@every
-def test_a_restored_learner_continues_bit_for_bit(name, make, teach):
-    learner, copy = teach(make(name, seed=1)), make(name, seed=1)
-    tensors, values = learner.state()
-    copy.load_state(tensors, values)  # from the live tensors: the two must not share any
-    assert bits(copy) == bits(learner)
-    for one in (learner, copy):
-        one.end_task()
-        teach(one, tasks=(2,))
-        one.end_task()
-    assert bits(copy) == bits(learner)
+    for one in (learner, again, others):
+        one.prepare_evaluation()
+    assert again.weights_hash() == learner.weights_hash() != others.weights_hash()
 
 
 @pytest.mark.slow
@@ -377,17 +319,6 @@ def test_a_memory_smaller_than_the_batch(name, make, teach, batch):
 
 @pytest.mark.slow
 @every
-def test_one_class_only(name, make, batch):
-    learner = make(name, classes=2)
-    for step in range(4):
-        losses = learner.observe(*batch([1] * 10, seed=step), task=0)
-    learner.end_task()
-    assert losses is None or all(value.isfinite() for value in losses.values())
-    assert learner.predict(batch([1])[0], "ncm").tolist() == [1]
-
-
-@pytest.mark.slow
-@every
 def test_a_class_that_vanished_from_memory(name, make, teach, batch):
     learner = teach(make(name))
     learner.memory.labels[learner.memory.labels == 0] = 1
@@ -405,18 +336,20 @@ def test_batches_of_a_single_image(name, make, batch):
     view.
     """
     learner = make(name)
-    for step, label in enumerate([0, 1, 0, 2]):
+    for step, label in enumerate([0, 0, 1, 0, 2]):
         learner.observe(*batch([label], seed=step), task=label // 2)
+        if step < 2 and learner.memory.filled:
+            assert learner.predict(batch([1])[0], "ncm").tolist() == [0]  # the only class
     learner.end_task()
-    assert learner.memory.seen == 4 and all(t.isfinite().all() for t in learner.model.state().values())
+    assert learner.memory.seen == 5 and all(t.isfinite().all() for t in learner.model.state().values())
 
 
 @pytest.mark.slow
 @every
-def test_fifty_steps_in_bf16_stay_finite(name, make, batch):
+def test_steps_in_bf16_stay_finite(name, make, batch):
     learner = make(name, precision="bf16")
-    for step in range(50):
-        task = step // 25
+    for step in range(20):
+        task = step // 10
         losses = learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task=task)
         assert losses is None or all(value.isfinite() for value in losses.values())
     assert all(t.isfinite().all() for t in learner.model.state().values())
@@ -443,18 +376,6 @@ def test_losses_have_no_side_effect(name, make, teach, batch):
     learner.rehearse(torch.arange(12))
     # The step of GDumb has its loss inside, and so has that of A-GEM with a reference batch.
     assert len(calls) == {"agem": 1, "gdumb": 0}.get(name, 3)
-
-
-@every
-def test_rehearsal_trains_on_slots(name, make, batch):
-    learner = make(name)
-    for task in range(2):
-        for step in range(2):
-            learner.observe(*batch([2 * task, 2 * task + 1] * 5, seed=step), task=task, train=False)
-    before, steps = learner.weights_hash(), learner.steps
-    losses = learner.rehearse(torch.arange(12))
-    assert learner.weights_hash() != before and learner.steps == steps + 1 and learner.memory.seen == 40
-    assert losses["loss"].isfinite()
 
 
 # The loop

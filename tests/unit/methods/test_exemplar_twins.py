@@ -182,8 +182,7 @@ class BicTwin(Twin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize(("method", "kind"), [("ccil", CcilTwin), ("bic", BicTwin)])
+@pytest.mark.parametrize(("method", "kind", "kernels"), [("ccil", CcilTwin, "torch"), ("bic", BicTwin, "fused")])
 def test_two_hundred_steps_give_the_weights_of_a_plain_trainer(method, kind, kernels, make, batch, monkeypatch):
     monkeypatch.setattr(METHODS[method], "build_network", lambda learner: Small(learner))
     learner = make(method, memory=40, kernels=kernels, options={"augment": "none"})

@@ -23,21 +23,6 @@ def cosine(a, b) -> float:
     return (a @ b / (a.norm() * b.norm())).item()
 
 
-def test_scores_against_a_loop_over_samples_and_batches(make, teach, batch):
-    gss = teach(make("gss", memory=60, options={"reference_batches": 3, "reference_batch": 7}), steps=2)
-    x, y = batch([4, 5, 0])
-    slots = gss.memory.reference(3, 7)
-    assert slots.shape == (3, 7)
-    reference = [slow_gradient(gss, gss.memory.images[s], gss.memory.labels[s]) for s in slots]
-    singles = [slow_gradient(gss, x[i : i + 1], y[i : i + 1]) for i in range(3)]
-    wanted = torch.tensor([[cosine(a, b) for b in reference] for a in singles])
-    a, b = gss.gradients(x[:, None], y[:, None]), gss.gradients(gss.memory.images[slots], gss.memory.labels[slots])
-    assert torch.allclose(cosine_similarity(a, b), wanted, atol=1e-4)
-    gss.data.task = 2
-    kept = gss.store(x, y, torch.arange(900, 903))
-    assert torch.allclose(gss.memory.scores[kept], wanted.amax(1), atol=1e-4)
-
-
 def test_similarities_lie_in_minus_one_to_one():
     g = torch.Generator().manual_seed(0)
     a = {"w": torch.randn(4, 3, 2, generator=g), "b": torch.randn(4, 5, generator=g)}

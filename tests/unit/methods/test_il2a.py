@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.losses.semantic_augmentation import class_statistics, semantic_augmentation
+from mose_fast.losses.semantic_augmentation import semantic_augmentation
 from mose_fast.settings.run import ConfigError
 
 
@@ -28,16 +28,6 @@ def test_augmented_means_bound_the_loss_over_features_drawn_around_them():
     sampled = (drawn_features @ weight.T + bias)[..., :3].flatten(0, 1)
     expected = F.cross_entropy(sampled, drawn.repeat_interleave(20000)).item()
     assert loss(0.0) < expected < loss(1.5) < expected + 2
-
-
-def test_statistics_by_class():
-    features = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([3, 1, 3, 1, 1, 3, 3, 1, 5])
-    found = {label: (mean, covariance) for label, mean, covariance in class_statistics(features, labels)}
-    assert list(found) == [1, 3, 5]
-    torch.testing.assert_close(found[3][0], features[labels == 3].mean(0))
-    torch.testing.assert_close(found[3][1], features[labels == 3].T.cov())
-    assert not found[5][1].any()
 
 
 def test_statistics_are_kept_by_label_and_of_each_image_of_the_task(make, teach):
@@ -70,18 +60,6 @@ def test_a_task_with_more_classes_than_the_head_has_pairs_is_refused(make, batch
     learner = make("il2a", options={"largest_task": 2})
     with pytest.raises(ConfigError, match="largest_task is 2, but task 0 has 3 classes or more"):
         learner.observe(*batch([0, 1, 2]), task=0)
-
-
-def test_mixed_rows_are_of_the_incoming_batch(make, batch, teach):
-    learner = teach(make("il2a", options={"augment": "none"}), tasks=(0,))
-    x, y = batch([2, 3, 3, 2, 3, 2, 2, 3, 2, 3])
-    (step,) = learner.prepare(x, y, 1).steps
-    rows = step.inputs
-    incoming, mixed, replayed = rows.views.split([10, len(rows.extras["mixes"].pairs), 12])
-    assert len(mixed) > 10 and (rows.labels[10:] < 2).all() and len(replayed) == 12
-    for view, first, second, share, pair in zip(mixed, *rows.extras["mixes"], strict=True):
-        assert y[first] != y[second] and 0.4 <= share <= 0.6 and pair == 0
-        torch.testing.assert_close(view, share * incoming[first] + (1 - share) * incoming[second])
 
 
 def test_the_official_preset_keeps_no_rows_in_its_steps(make, batch, teach):

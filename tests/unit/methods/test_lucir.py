@@ -12,14 +12,6 @@ def weights(learner) -> torch.Tensor:
     return learner.network.classifier1.weight.detach().clone()
 
 
-def test_the_margin_by_hand():
-    cosines = torch.tensor([[0.5, 0.1, 0.3, -0.2], [0.1, 0.9, 0.2, 0.4], [0.0, 0.3, 0.7, 0.1]])
-    labels, old = torch.tensor([0, 1, 2]), torch.tensor([True, True, False, False])
-    loss = margin_ranking(cosines, labels, old, ~old, 2, 0.5)
-    assert float(loss) == pytest.approx((0.3 + 0 + 0 + 0) / 4, abs=1e-6)  # 0.5 - (0.5 - 0.3)
-    assert float(margin_ranking(cosines, labels, old, ~old, 1, 0.5)) == pytest.approx(0.3 / 2, abs=1e-6)
-
-
 @pytest.mark.parametrize(("old", "new"), [([], [2, 3]), ([0, 1], [])])
 def test_without_old_rows_or_new_classes_there_is_no_margin(old, new):
     cosines = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()

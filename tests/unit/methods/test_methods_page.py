@@ -1,22 +1,18 @@
-"""docs/methods.md and docs/settings.md tell of every method what the code says."""
+"""docs/methods.md tells of every method what the code says."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 
 import pytest
 
-from mose_fast.learner.about import TABLE
-from mose_fast.methods import METHODS, BaselineOptions, Learner, Planning
-from mose_fast.settings.knob import settings_of
+from mose_fast.methods import METHODS, Learner, Planning
 from mose_fast.settings.run import METHOD_SETTINGS, ReplayOptions, RunConfig
 from tests.paths import ROOT
 
 PAGE = ROOT / "docs" / "methods.md"
 SETTINGS = PAGE.with_name("settings.md")
-BASELINES = [name for name in METHODS if issubclass(METHOD_SETTINGS[name].options, BaselineOptions)]
 
 
 def cell(text: object) -> str:
@@ -89,37 +85,7 @@ def test_the_table_of_task_boundaries_is_what_methods_declare():
         assert has_them == issubclass(METHOD_SETTINGS[name].options, ReplayOptions) == (name != "gdumb")
 
 
-def switches(name: str) -> list[str]:
-    """The row in docs/settings.md of every switch that is the method's own or that its
-    presets set otherwise than the shared defaults.
-    """
-    shared = {f.name: f.default for f in dataclasses.fields(BaselineOptions)}
-    options, presets = METHOD_SETTINGS[name]
-    rows = []
-    for setting in settings_of(options).values():
-        values = [getattr(options(**changes), setting.field) for changes in presets.values()]
-        if setting.field not in shared or any(value != shared[setting.field] for value in values):
-            texts = map(cell, (*values, setting.full_meaning, setting.source))
-            rows.append(f"| `{setting.field}` | {' | '.join(texts)} |")
-    return rows
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_every_switch_and_every_presets_source_is_there(name):
-    section = SETTINGS.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-    assert [line for line in section.splitlines()[3:] if line.startswith("| `")] == switches(name)
-    for preset, values in METHODS[name].about.presets.items():
-        assert values.source == TABLE or f"`{preset}`: {values.source}" in section
-
-
 def test_where_the_shared_protocol_is_unfair_its_preset_says_so():
     for name, words in {"gdumb": "understates GDumb", "aser": "20, 40 and 60", "mir": "the optimiser's"}.items():
         section = SETTINGS.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
         assert words in section and (name == "mir" or words in METHODS[name].about.presets["table"].source)
-
-
-def test_the_shared_defaults_are_there():
-    page = SETTINGS.read_text(encoding="utf-8")
-    for setting in settings_of(BaselineOptions).values():
-        row = (setting.field, setting.default, setting.full_meaning, setting.source)
-        assert f"| `{row[0]}` | {' | '.join(map(cell, row[1:]))} |" in page

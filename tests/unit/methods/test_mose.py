@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mose_fast.methods import Mose, PlannedBatch, create_learner
+from mose_fast.methods import Mose, create_learner
 from mose_fast.methods.mose import Composition, StepPlan
-from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
-from mose_fast.streams import create
+from mose_fast.settings.run import ConfigError, RunConfig
 from tests.paths import GOLDEN
 
 
@@ -29,11 +28,8 @@ def batch(labels, size: int = 8, seed: int = 0) -> tuple[torch.Tensor, torch.Ten
 def plan_only(mose: Mose, x: torch.Tensor, y: torch.Tensor, task: int) -> StepPlan | None:
     """Feeds a batch as ``observe`` does, but only plans its step."""
     prepared = mose.prepare(x, y, task)
-    if not isinstance(prepared, PlannedBatch):
-        return None
     mose.data.ahead = 0
-    (step,) = prepared.steps
-    return step.plan
+    return prepared.steps[0].plan if prepared.steps else None
 
 
 def composition(plan: StepPlan | None) -> tuple[Composition, int]:
@@ -56,46 +52,6 @@ def test_composition_equals_the_released_codes_trace():
             plan_only(mose, torch.zeros(10, 8, 8, 3, dtype=torch.uint8), torch.from_numpy(y), expected[0])
         )
         assert [*rows, images, len(mose.data.current), len(mose.seen)] == expected[2:]
-
-
-@pytest.mark.slow
-def test_composition_on_split_cifar100(real_data):
-    stream = create(StreamConfig("split-cifar100", data_dir=str(real_data("cifar100"))))
-    mose = learner(100, size=32, memory=5000)
-    first_ten: dict[int, list[tuple[int, ...]]] = {}
-    images: dict[int, list[int]] = {}
-    for task in range(10):
-        steps = [
-            composition(plan_only(mose, stream.x_train[rows], stream.y_train[rows], task))
-            for rows in stream.batches(task, seed=0)
-        ]
-        assert len(steps) == 500
-        first_ten[task] = [tuple(rows) for rows, _ in steps[:10]]
-        images[task] = [n for _, n in steps]
-    assert images[0][:10] == [0, 80, 120, 160, 200, 240, 280, 296, 296, 296] and set(images[0][10:]) == {296}
-    for task in range(1, 10):
-        assert images[task][0] == 296
-        assert max(images[task]) == 384 and set(images[task][100:]) == {384}
-    assert first_ten[0] == [(10, 0, 0, 0), *((10, min(10 * k, 64), 0, 0) for k in range(1, 10))]
-    # From task 1 on: ten incoming rows; memory rows of the task, up to 22, as the memory fills with
-    # them; copies and old rows, 64 in all.
-    for task in (1, 9):
-        rows = first_ten[task]
-        assert [r[0] for r in rows] == [10] * 10
-        assert rows[0][1] == 0 and all(r[1] <= 22 for r in rows)
-        assert all(r[2] + r[3] == 64 for r in rows)
-    assert [r[2:] for r in first_ten[1]] == [(10, 54)] * 10
-    # Memory not full in task 1 (5,000 of 10,000 seen at its end): every batch is kept, so 10, 20,
-    # then 22 rows of it.
-    assert [r[1] for r in first_ten[1]] == [0, 10, 20, 22, 22, 22, 22, 22, 22, 22]
-    # Task 9 repeats floor(64 |C_t| / |C_seen|) of the incoming rows: 64 * 10 / 100 = 6 once all ten
-    # classes have come.
-    assert first_ten[9][-1][2:] == (6, 58)
-    seen_at_9 = [stream.y_train[rows].unique() for rows in stream.batches(9, seed=0)[:10]]
-    current: set[int] = set()
-    for rows, labels in zip(first_ten[9], seen_at_9, strict=True):
-        current |= set(labels.tolist())
-        assert rows[2] == min(64 * len(current) // (90 + len(current)), 10)
 
 
 def test_rows_come_from_where_the_plan_says():
@@ -151,20 +107,6 @@ def test_a_last_batch_smaller_than_the_copies():
 
 
 @pytest.mark.slow
-def test_observing_teaches():
-    """Four classes told apart by brightness, two tasks: far above chance, without the loop, by
-    every classifier's default.
-    """
-    mose = learner(4, width=4, seed=1)
-    for task, labels in enumerate(([0, 1], [2, 3])):
-        for step in range(25):
-            mose.observe(*batch(np.random.default_rng(step).choice(labels, 10), seed=100 * task + step), task=task)
-    x, y = batch(list(range(4)) * 25, seed=9999)
-    assert (mose.predict(x) == y).float().mean() > 0.8
-    assert set(mose.predict(x, "linear", "mean").tolist()) <= {0, 1, 2, 3}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -182,9 +124,9 @@ def test_observing_teaches():
     ],
     ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()),
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_switch_trains(options, precision):
-    mose = learner(options=options, precision=precision)
+def test_every_switch_trains(options):
+    # In bf16 or fp32, in turn.
+    mose = learner(options=options, precision=("fp32", "bf16")[len(options) % 2])
     for task, labels in enumerate(([0, 1], [2, 3])):
         for step in range(3):
             losses = mose.observe(*batch(labels * 3, seed=step), task=task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import cycle
 
 import pytest
 import torch
@@ -25,8 +26,7 @@ def moments(learner) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("method", MASKED)
+@pytest.mark.parametrize(("method", "kernels"), zip(MASKED, cycle(["torch", "fused"]), strict=False))
 def test_a_class_starts_with_untrained_rows_and_without_moments(method, kernels, make, batch):
     """However long weight decay has worked on its row before: Adam takes it to zero in a task."""
     lr, seen = 0.05, []

@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def weights(learner, prefix: str = "") -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in learner.network.named_parameters() if name.startswith(prefix)}
-
-
 def test_an_empty_memory_never_updates(make, batch):
     learner = make("scr")
     before = learner.weights_hash()
@@ -26,25 +22,6 @@ def test_views_are_the_images_then_their_augmentations(make, teach, batch):
     assert views.shape == (44, 3, 8, 8)
     assert torch.equal(views[:22], learner.views.normalise(rows.images))
     assert (views[22:] != views[:22]).flatten(1).any(1).sum() > 15
-
-
-def test_the_linear_classifier_is_never_trained(make, teach):
-    learner, untrained = teach(make("scr")), make("scr")
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(weights(learner, "cl").values(), weights(untrained, "cl").values(), strict=True)
-    )
-    assert not any(
-        torch.equal(a, b)
-        for a, b in zip(weights(learner, "proj").values(), weights(untrained, "proj").values(), strict=True)
-    )
-
-
-def test_the_nearest_class_mean_never_predicts_an_unseen_class(make, teach, batch):
-    """docs/specification/baselines.md appendix G.14."""
-    learner = teach(make("scr"), tasks=(1,))
-    assert learner.resolve_expert() == ("ncm", "1")
-    assert set(learner.predict(batch(list(range(6)) * 5)[0]).tolist()) <= {2, 3}
 
 
 def test_the_review_leaves_training_on_the_final_memory_alone(make, teach):

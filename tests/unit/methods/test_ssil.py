@@ -33,20 +33,6 @@ def test_large_logits_stay_finite():
     assert loss.isfinite() and logits.grad.isfinite().all()
 
 
-def test_cross_entropies_leave_the_logits_of_the_other_classes_alone(make, teach, batch):
-    """Appendix G.9."""
-    learner = teach(make("ssil"), tasks=(0, 1))
-    inputs = learner.prepare(*batch([4, 5] * 5), 2).steps[0].inputs
-    outputs = learner.forward(inputs.views)
-    outputs.logits.retain_grad()
-    terms = learner.losses(outputs, inputs)
-    for name, part, others in (("incoming", slice(0, 10), slice(0, 4)), ("replayed", slice(10, None), slice(4, None))):
-        (grad,) = torch.autograd.grad(terms[name], [outputs.logits], retain_graph=True)
-        assert (grad[part, others] == 0).all() and (grad[part] != 0).any()
-    (grad,) = torch.autograd.grad(terms["distillation"], [outputs.logits])
-    assert (grad[:, 4:] == 0).all() and (grad[:, :4] != 0).any()
-
-
 def test_exemplars_are_those_of_earlier_tasks_and_the_teacher_is_from_their_end(make, teach, batch):
     learner = teach(make("ssil", memory=12), tasks=(0,))
     assert learner.memory.filled == 0 and learner.memory.buffer.filled == 12
