@@ -51,8 +51,8 @@ def test_the_loop_is_measured_by_feed():
 def test_an_evaluation_is_measured():
     report = benchmark(SMALL, classes=4, seconds=0.1, only="evaluation")
     assert report.rows == ()
-    assert report.evaluated == 80 + 156  # the memory, and 10,000 test images scaled by the width
-    assert report.evaluation > 0
+    assert report.evaluation.views == 80 + 156  # the memory, and 10,000 test images scaled by the width
+    assert report.evaluation.milliseconds > 0
     assert "evaluation of 236 images" in report.text()
 
 
@@ -154,8 +154,8 @@ def test_the_compiled_baseline_runs():
 
 def test_rates_are_those_of_forward_and_backward():
     row = Row("a", views=100, milliseconds=50.0, p20=49.0, p80=52.0, peak=3_000_000)
-    absent = Row("b", 0, None, None, None, None, "why not")
-    report = Report("card", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None, 0)
+    absent = Row("b", note="why not")
+    report = Report("GPU", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None)
     # 100 images of 10^9 multiply-accumulates, two operations each, backward twice the forward: 6 *
     # 10^11 in 0.05 s.
     assert report.tflops(row) == pytest.approx(12.0)
