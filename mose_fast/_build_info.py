@@ -12,8 +12,6 @@ import torch
 from mose_fast import _loader
 from mose_fast._version import __version__, git_commit
 
-__all__ = ["build_info", "code_hash"]
-
 # Rooms of the package that work on finished runs or start others; what they do changes no run.
 _NOT_OF_A_RUN = ("app", "experiments", "export", "present")
 

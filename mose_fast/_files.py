@@ -7,8 +7,6 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["replace_file"]
-
 
 def replace_file(path: Path, content: bytes | memoryview) -> None:
     """Replaces ``path`` by ``content`` in one move; the content is on disk before the name changes.

@@ -24,20 +24,6 @@ import torch
 
 from mose_fast._version import file_facts, source_hash
 
-__all__ = [
-    "REBUILD",
-    "card",
-    "has_code",
-    "native",
-    "obstacle",
-    "off",
-    "on_card",
-    "ops",
-    "record",
-    "serves",
-    "switch_off",
-]
-
 _NAME = "mose_fast._C"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 

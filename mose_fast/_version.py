@@ -6,8 +6,6 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-__all__ = ["__version__", "file_facts", "git_commit", "source_hash"]
-
 __version__ = "0.1.0"
 
 

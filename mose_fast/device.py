@@ -19,21 +19,6 @@ from torch import Tensor
 
 from mose_fast.settings.knob import ConfigError, plain
 
-__all__ = [
-    "CAPTURING",
-    "Choice",
-    "available_bytes",
-    "choose_precision",
-    "deterministic",
-    "device_name",
-    "own_stream",
-    "peak_bytes",
-    "processor",
-    "resolve_device",
-    "upload",
-]
-
-
 #: Held while a graph is captured, and by work of other threads that may wait for the whole GPU,
 #: which would break the capture.
 CAPTURING = threading.RLock()

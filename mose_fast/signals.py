@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Interrupted", "StopRequest", "raised_at_once", "stop_request"]
-
 # Signals beside Ctrl-C that end a process which does not handle them. A process that ignores them
 # (nohup) continues to ignore them.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))

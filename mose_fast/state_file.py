@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mose_fast.errors import MoseFastError
 
-__all__ = ["StateFileError", "read_state", "serialised", "state_file"]
-
 _UNSIGNED = "0" * 64
 
 # The names that safetensors files have for dtypes.

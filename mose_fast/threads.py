@@ -7,8 +7,6 @@ import re
 import sys
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["SPIN_COUNT", "crowding", "settle_spinning", "settle_threads", "thread_limit", "usable_cores", "waiting"]
-
 SPIN_COUNT = 20_000
 """How many times a thread looks for the others before it sleeps, about half a millisecond."""
 

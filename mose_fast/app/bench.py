@@ -36,22 +36,10 @@ from mose_fast.streams import Stream, from_arrays
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 
-__all__ = [
-    "Ceilings",
-    "Report",
-    "Row",
-    "Variant",
-    "back_to_back",
-    "benchmark",
-    "ceilings",
-    "copy_rate",
-    "in_the_loop",
-    "quantiles",
-    "random_stream",
-    "variants",
-]
-
-_COLUMNS = "variant views ms p20_ms p80_ms images_per_s tflops share_of_ceiling peak_bytes note where".split()
+_COLUMNS = (
+    *("variant", "views", "ms", "p20_ms", "p80_ms", "images_per_s"),
+    *("tflops", "share_of_ceiling", "peak_bytes", "note", "where"),
+)
 
 #: Steps of a task until its batches have their full size, with a margin.
 _RAMP = 12

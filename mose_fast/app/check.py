@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from mose_fast.errors import MoseFastError
 from mose_fast.methods import Learner, Planning, create_learner, load_learner
 
-__all__ = ["Finding", "check_method"]
-
 _CLASSES, _TASKS, _BATCHES, _BATCH = 6, 3, 4, 10
 
 # What brings a value of a tensor to the host, or makes a tensor whose size depends on values.

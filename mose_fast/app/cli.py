@@ -41,8 +41,6 @@ from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings.knob import as_text
 from mose_fast.signals import raised_at_once
 
-__all__ = ["build_parser", "main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.

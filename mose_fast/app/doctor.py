@@ -26,8 +26,6 @@ from mose_fast.device import choose_precision
 from mose_fast.self_check import SWITCH, Verdict, check, stored
 from mose_fast.threads import crowding, waiting
 
-__all__ = ["Finding", "check_kernels", "diagnose", "report", "rows_of_check", "serves_card"]
-
 # Packages that are imported only when used. The other requirements are met if this file can be
 # imported.
 _REQUIRED = ("torchvision", "sklearn", "matplotlib", "tensorboard")

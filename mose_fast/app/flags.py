@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from mose_fast.experiments.place import Place
     from mose_fast.runs.listeners import Listener
 
-__all__ = [
-    "FLAGS",
-    "Parser",
-    "add_flags",
-    "add_place",
-    "add_wandb",
-    "changes_of",
-    "command",
-    "loggers",
-    "place",
-    "read_settings",
-]
-
 # Titles of the groups of flags, by the role of the settings.
 _GROUPS = {
     "problem": "what is learned",

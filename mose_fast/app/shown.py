@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mose_fast.runs.progress import Progress
 
-__all__ = ["caution", "follow", "interrupted"]
-
 
 def interrupted(error: KeyboardInterrupt, further: str = "") -> int:
     """Prints what ended the command; returns a shell's exit code for a death by that signal."""

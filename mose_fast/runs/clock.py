@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PHASES", "Clock", "Stopwatch", "laps", "process_start"]
-
 #: The phases that are timed separately. ``capture`` is not part of ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
 
@@ -31,8 +29,7 @@ class Clock:
         started = process_start() if whole_process else None
         self.since = "call" if started is None else "process"
         self._started = time.perf_counter() if started is None else started
-        # Time before the checkpoint that a run continues from.
-        self._earlier = 0.0
+        self._earlier = 0.0  # before the checkpoint that a run continues from
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -58,22 +55,14 @@ class Clock:
     def results(self) -> dict[str, float | str]:
         """Seconds by phase, their sum, in no phase, and in all, and what these are counted from."""
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
-        wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
-        return {
-            **phases,
-            "total": total,
-            "other": round(max(wall - total, 0.0), 3),
-            "wall": max(wall, total),
-            "wall_since": self.since,
-        }
+        total = round(sum(self.seconds.values()), 3)
+        wall = max(round(self.wall, 3), total)
+        return {**phases, "total": total, "other": round(wall - total, 3), "wall": wall, "wall_since": self.since}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores the state from a checkpoint and adds the time since this clock's own start.
-
-        Older checkpoints have no ``other``, and the oldest no ``capture``.
-        """
-        self.seconds = {phase: state.get(phase, 0.0) for phase in PHASES}
-        self._earlier = sum(self.seconds.values()) + state.get("other", 0.0)
+        """Restores the state from a checkpoint and adds the time since this clock's own start."""
+        self.seconds = {phase: state[phase] for phase in PHASES}
+        self._earlier = sum(state.values())
 
 
 class Stopwatch:
@@ -116,9 +105,8 @@ def process_start() -> float | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        # By hand, since psutil's create_time is off by up to a second. Fields after the command,
-        # which stands in parentheses and may hold anything; the 22nd of all is the start since
-        # boot, in ticks.
+        # By hand, since psutil's create_time is off by up to a second. The command stands in
+        # parentheses and may hold anything; field 22 of all is the start since boot, in ticks.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

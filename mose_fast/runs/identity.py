@@ -14,8 +14,6 @@ from mose_fast.methods import Learner
 from mose_fast.runs.files import RunError
 from mose_fast.settings.run import RunConfig
 
-__all__ = ["check_identity", "identity"]
-
 
 def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
     """What a checkpoint and the results note about how a run was made, as plain values; ConfigError

@@ -20,8 +20,6 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 from mose_fast.threads import crowding
 
-__all__ = ["Progress", "accuracy_table"]
-
 # tqdm's own format has a wide bar and shows seconds a batch for slow steps. This one leaves room
 # for the losses and always shows batches a second.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from mose_fast import evaluate
 from mose_fast.output import readable
 from mose_fast.runs.files import RunError, RunFolder, check_folders
-from mose_fast.runs.results import SCHEMA_VERSION, accuracy_csv, precision_of
+from mose_fast.runs.results import SCHEMA_VERSION, accuracy_csv
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams.kinds import Kind
 
@@ -247,7 +247,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "tasks": len(results["tasks"]),
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
-        "precision": precision_of(results),
+        "precision": results["resolved"]["precision"],
         "switched_off": ", ".join(results["resolved"]["switched_off"]),
         "metrics": metrics,
         "bytes_kept": results["kept"]["bytes"] + results["kept"]["bytes_beside"],

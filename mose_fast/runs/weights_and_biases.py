@@ -15,25 +15,15 @@ from mose_fast.runs.listeners import Curves
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
-__all__ = ["WeightsAndBiases"]
-
 
 class WeightsAndBiases(Curves):
-    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
-    ACC and forgetting at the end.
+    """Logs a run to a ``project`` of Weights & Biases: losses every ``every`` batches, accuracies
+    after every task, ACC and forgetting at the end; RunError if wandb is not installed.
 
     A run never depends on it: whatever fails there (no network, no account, a full disk) is one
     warning, and the run continues. Without WANDB_MODE and without an API key it works offline;
-    ``wandb sync`` uploads later. A resumed run continues the same W&B run, whose id is in the run's
-    folder.
-
-    Args:
-        project: The project's name at Weights & Biases.
-        folder: The run's folder, after which the W&B run is named; wandb writes to its ``wandb/``.
-        every: Batches between two points of the loss curves.
-
-    Raises:
-        RunError: wandb is not installed.
+    ``wandb sync`` uploads later. The W&B run is named after the run's ``folder``, which has its id,
+    so that a resumed run continues it, and wandb's own files in ``wandb/``.
     """
 
     def __init__(self, project: str, folder: str | Path, every: int = 10) -> None:

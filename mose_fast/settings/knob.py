@@ -23,26 +23,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mose_fast.errors import MoseFastError
 
-__all__ = [
-    "MASKED",
-    "ConfigError",
-    "Declared",
-    "Search",
-    "Setting",
-    "as_text",
-    "documented",
-    "is_masked",
-    "knob",
-    "meanings",
-    "near_matches",
-    "plain",
-    "settings_of",
-    "shown",
-    "usable_path",
-    "usual_name",
-    "whole_number",
-]
-
 
 class ConfigError(MoseFastError, ValueError):
     """A setting has an unusable value; the message names it, its value and what is wanted."""

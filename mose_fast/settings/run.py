@@ -41,29 +41,6 @@ from mose_fast.settings.knob import (
     usable_path,
 )
 
-__all__ = [
-    "CONTRASTIVE_TEMPERATURES",
-    "CURRENT_CLASSES",
-    "ENTRY_POINTS",
-    "LEARNING_RATES",
-    "METHOD_SETTINGS",
-    "RECIPES",
-    "REPLAY_FROM",
-    "WEIGHT_DECAYS",
-    "WITHOUT_BOUNDARIES",
-    "ConfigError",
-    "MethodOptions",
-    "MethodSettings",
-    "RunConfig",
-    "StreamConfig",
-    "knob",
-    "method_settings",
-    "near_matches",
-    "read_table",
-    "shown",
-    "takes_settings",
-]
-
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 

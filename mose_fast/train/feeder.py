@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Feeder", "Views"]
-
 
 class Views(NamedTuple):
     """Views, and on a GPU an event recorded after the work that makes them; None on the CPU."""
@@ -24,11 +22,7 @@ class Feeder:
     waits for each function's input.
 
     Each function makes the views of one step, independently of earlier calls, so that requests can
-    be dropped. The thread starts with the first function. It ends with :meth:`close`, or when the
-    feeder is garbage-collected.
-
-    Args:
-        device: Device that the views are made on.
+    be dropped. The thread starts with the first function.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,8 +45,8 @@ class Feeder:
         return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
 
     def take(self, views: Future[Views]) -> Tensor:
-        """Returns the views, ready for use on the current stream, or raises what went wrong. The
-        host waits until the work that makes them is launched; on the CPU, until they are made.
+        """The views, ready for use on the current stream; raises what went wrong. The host waits
+        until the work that makes them is launched; on the CPU, until they are made.
         """
         tensor, made = views.result()
         if made is not None:

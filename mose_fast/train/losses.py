@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mose_fast.methods import Learner, Prepared
 
-__all__ = ["OUTSTANDING", "LossReader", "Taken"]
-
 #: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
 #: GPU, and so how long Ctrl-C takes.
 OUTSTANDING = 8
@@ -23,7 +21,7 @@ _WIDTH = 16
 
 class Taken(NamedTuple):
     """A step that was taken: its batch, the run's position before it, how many steps of the batch
-    were replayed from a graph, and how many captures on the way were tried once more.
+    were replayed from a graph, and how many captures were tried once more.
     """
 
     prepared: Prepared
@@ -56,17 +54,15 @@ class LossReader:
 
     def add(self, taken: Taken, losses: dict[str, Tensor] | None) -> None:
         """Adds a step and its losses; None if nothing was trained."""
-        if losses is None:
-            self._waiting.append(_Unread(taken, (), None, None))
-        elif self._device is None:
-            self._waiting.append(_Unread(taken, (), {name: float(value) for name, value in losses.items()}, None))
-        else:
-            values = self._host[self._row][: len(losses)]
-            self._row = (self._row + 1) % OUTSTANDING
-            values.copy_(torch.stack(list(losses.values())), non_blocking=True)
-            self._waiting.append(
-                _Unread(taken, tuple(losses), values, torch.cuda.current_stream(self._device).record_event())
-            )
+        if losses is None or self._device is None:
+            values = losses and {name: float(value) for name, value in losses.items()}
+            self._waiting.append(_Unread(taken, (), values, None))
+            return
+        row = self._host[self._row][: len(losses)]
+        self._row = (self._row + 1) % OUTSTANDING
+        row.copy_(torch.stack(list(losses.values())), non_blocking=True)
+        arrived = torch.cuda.current_stream(self._device).record_event()
+        self._waiting.append(_Unread(taken, tuple(losses), row, arrived))
 
     def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
         """Yields each step once whose losses have arrived, the oldest first. Without ``wait``, it

@@ -1,7 +1,5 @@
-"""The pipeline from batches to losses: it plans batches ahead, takes their steps in order and reads
-their losses late.
-
-Runs and benchmarks both use it, so that benchmarks measure the code that runs execute.
+"""The pipeline from batches to losses, of runs and of benchmarks: it plans batches ahead, takes
+their steps in order and reads their losses late.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from mose_fast.streams import Stream
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
-
-__all__ = ["Batch", "Pipeline", "incoming", "resident"]
 
 
 class Batch(NamedTuple):
@@ -54,24 +50,17 @@ class Pipeline:
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches in order; yields each step once its losses have arrived, with these
-        by name, or None if nothing was trained.
-
-        Steps are taken while the result is iterated. Only these batches are planned, so that no
-        plan is left at the end.
+        """Learns from batches in order, while the result is iterated; yields each step once its
+        losses have arrived, with these by name, or None if nothing was trained. Only these batches
+        are planned, so that no plan is left at the end.
         """
         self.ring.synchronise()
         coming = iter(batches)
-        more = True
         while True:
             with self.clock.timed("train"):
-                while more and not self.ring.full:
-                    batch = next(coming, None)
-                    if batch is None:
-                        more = False
-                    else:
-                        self.ring.put(batch.content)
-                        self._planned.append(batch.position)
+                while not self.ring.full and (batch := next(coming, None)) is not None:
+                    self.ring.put(batch.content)
+                    self._planned.append(batch.position)
                 if not len(self.ring):
                     break
                 self._take(self.ring.take(), self._planned.popleft())
@@ -105,7 +94,6 @@ class Pipeline:
         return self.ring.undo(taken.prepared)
 
     def close(self) -> None:
-        """Ends its threads; no step can be taken afterwards."""
         self.ring.close()
 
     def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
@@ -131,10 +119,12 @@ def incoming(
     # The images' numbers go to the images' device in one transfer; a transfer for each batch would
     # wait for the GPU each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
-    return [
-        partial(_arguments, stream, task, rows, there, train, store)
-        for rows, there in zip(batches, numbers, strict=True)
-    ]
+
+    def arguments(rows: Tensor, there: Tensor) -> dict[str, Any]:
+        x, y = stream.x_train[there], stream.y_train[rows]
+        return {"x": x, "y": y, "task": task, "index": there, "train": train, "store": store}
+
+    return [partial(arguments, rows, there) for rows, there in zip(batches, numbers, strict=True)]
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
@@ -143,14 +133,3 @@ def resident(stream: Stream, device: torch.device) -> Stream:
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes
     return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
-
-
-def _arguments(stream: Stream, task: int, rows: Tensor, numbers: Tensor, train: bool, store: bool) -> dict[str, Any]:
-    return {
-        "x": stream.x_train[numbers],
-        "y": stream.y_train[rows],
-        "task": task,
-        "index": numbers,
-        "train": train,
-        "store": store,
-    }

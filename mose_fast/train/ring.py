@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 from mose_fast.methods import Learner, Prepared, ViewsToCome, WholeBatch
 from mose_fast.train.feeder import Feeder, Views
 
-__all__ = ["DEPTH", "Ring"]
-
 #: Largest number of batches that are planned ahead. A plan takes a fraction of a step's time, so a
 #: few are enough to hide it.
 DEPTH = 4
@@ -29,7 +27,8 @@ class _Planned(NamedTuple):
 
 
 class Ring:
-    """Prepares batches in order, up to ``depth`` ahead, and hands them out in the same order.
+    """Prepares batches in order, up to ``depth`` ahead (one at a time if the learner does not plan
+    ahead), and hands them out in the same order.
 
     On a GPU, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
     current stream wait for the batch through an event outside any graph; the host does not wait.
@@ -38,11 +37,6 @@ class Ring:
 
     A :class:`Feeder` makes the views that a step does not make itself (those of DALI), as far ahead
     as the plans.
-
-    Args:
-        learner: The learner that prepares the batches. If it does not plan ahead, it prepares one
-            at a time.
-        depth: Largest number of batches ahead.
     """
 
     def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
@@ -60,7 +54,6 @@ class Ring:
 
     @property
     def full(self) -> bool:
-        """Whether the ring has no room for another batch."""
         waiting = self._waiting
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
@@ -109,8 +102,7 @@ class Ring:
         """Undoes a batch whose step was taken (:meth:`mose_fast.methods.Prepared.undo`). Undo the
         newest first, after all batches that were not taken.
         """
-        # It asks the model whether the step changed anything, and later steps may still run on the
-        # current stream.
+        # It asks the model whether the step changed anything, and later steps may still run.
         self.synchronise()
         with self._on_stream():
             return taken.undo()

@@ -9,8 +9,6 @@ from mose_fast.app.flags import add_flags, add_wandb, command, loggers, read_set
 from mose_fast.app.shown import follow
 from mose_fast.settings.run import RunConfig
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     run = command(

@@ -16,7 +16,6 @@ from mose_fast.present.published import RUNS
 from mose_fast.present.statistics import Summary, code_warnings, summarise
 from mose_fast.present.table import Cell as Shown
 from mose_fast.present.table import Interval, Number, Spread, Table, cell_text
-from mose_fast.runs.results import precision_of
 from mose_fast.settings.knob import as_text
 
 __all__ = ["cautions", "listing", "overview", "provenance", "render"]
@@ -206,5 +205,6 @@ def provenance(runs: Sequence[Results]) -> list[str]:
         "- versions: "
         + "; ".join(f"{name} {values(lambda run, name=name: run['versions'][name])}" for name in runs[0]["versions"]),
         f"- data: {values(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
-        f"- precision: {values(precision_of)}; deterministic: {values(lambda run: run['config']['deterministic'])}",
+        f"- precision: {values(lambda run: run['resolved']['precision'])};"
+        f" deterministic: {values(lambda run: run['config']['deterministic'])}",
     ]
