@@ -9,11 +9,8 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Builds a module's ``__getattr__`` (PEP 562), which imports a name when it is first used.
-
-    Args:
-        package: ``__name__`` of the module.
-        homes: By name, the module that defines it; a submodule defines itself.
+    """A package's ``__getattr__`` (PEP 562), which imports a name when it is first used from the
+    module in ``homes`` that defines it; a submodule defines itself.
     """
 
     def find(name: str) -> Any:

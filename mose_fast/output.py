@@ -62,7 +62,6 @@ class Guarded:
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
-            # The terminal's encoding lacks a character.
             encoding = self.stream.encoding or "ascii"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 

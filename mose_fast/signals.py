@@ -38,12 +38,9 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Yields a request that a signal sets, so that no step is interrupted half-way. A second Ctrl-C
-    interrupts at once.
-
-    SIGTERM may arrive more than once: a scheduler may send it to all processes of a job, which pass
-    it on to each other. Outside the main thread Python delivers no signals, and the request is
-    never set.
+    """Yields a request that a signal sets, so that no step is interrupted half-way; outside the
+    main thread, none does. A second Ctrl-C interrupts at once, a second SIGTERM does not: a
+    scheduler may send it to all processes of a job, which pass it on to each other.
     """
     request = StopRequest()
 

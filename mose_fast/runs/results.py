@@ -166,7 +166,7 @@ def build_results(
             "device": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         },
         "kept": learner.kept(),
-        "card": torch.cuda.get_device_name(device) if on_gpu else None,
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {

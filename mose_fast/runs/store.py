@@ -133,7 +133,7 @@ COLUMNS: dict[str, Column] = {
     "images_kept": Column(int, "number of images kept at most", "kept.images"),
     "bytes_kept": Column(int, "bytes of all that was kept beside network and optimiser"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "GPU", compared="made"),
+    "gpu": Column(str | None, "GPU", compared="made"),
     "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),

@@ -90,7 +90,7 @@ def kind_of(device: torch.device) -> dict[str, str] | None:
     """What decides a verdict: library, code that calls it, GPU, driver and torch; None where no
     kernels run. It starts CUDA, but takes no memory of the GPU.
     """
-    if device.type != _loader.card():
+    if device.type != _loader.gpu():
         return None
     facts = (_loader.record or {}).get("library") or file_facts(Path(_loader.native.__file__))
     kind = {"library": facts["sha256"], "code": code_hash(), "torch": torch.__version__}
@@ -108,7 +108,7 @@ def settle(device: torch.device) -> Verdict | None:
     there is none: what failed is switched off, with one warning. Returns the verdict; None where no
     kernels run.
     """
-    if device.type != _loader.card():
+    if device.type != _loader.gpu():
         return None
     if os.environ.get(SWITCH) == "0":
         return Verdict("skipped")

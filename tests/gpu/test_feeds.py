@@ -18,7 +18,7 @@ from mose_fast.train.ring import Ring
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 

@@ -136,7 +136,7 @@ def ranked(
 
 def place(results: Results) -> str:
     """The GPU or the processor and its threads that a run had."""
-    return results["card"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
+    return results["gpu"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
 
 
 def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], float]:
@@ -151,6 +151,6 @@ def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], 
 
 def _facts(cell: Cell, row: Mapping[str, Any], results: Results) -> Results:
     """What the list of runs needs of the results, without the large matrices, and the row."""
-    names = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
+    names = ("seconds", "gpu", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
     row = {name: value for name, value in row.items() if name not in ("metrics", "config")}
     return {**{name: results[name] for name in names}, "row": {**row, "folder": cell.name}}

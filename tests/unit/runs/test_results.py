@@ -290,7 +290,7 @@ def test_what_was_decided_is_recorded(finished):
     assert results["seconds"]["total"] == pytest.approx(
         sum(results["seconds"][phase] for phase in clock_module.PHASES), abs=0.002
     )
-    assert results["card"] is None
+    assert results["gpu"] is None
     assert results["threads"] == 1
 
 
