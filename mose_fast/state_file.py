@@ -40,8 +40,10 @@ class StateFileError(MoseFastError):
 
 def state_file(kind: str, number: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> memoryview:
     """The content of a file: tensors on the host, and plain values for JSON."""
-    file = serialised(tensors, {kind: str(number), "values": json.dumps(values), "sha256": _UNSIGNED})
-    _sign(file)
+    file = serialised(tensors, {"sha256": _UNSIGNED, kind: str(number), "values": json.dumps(values)})
+    digest = hashlib.sha256(file.data).hexdigest()  # of the file with zeros in its place
+    start = file[:256].tobytes().index(_UNSIGNED.encode())
+    file[start : start + 64] = np.frombuffer(digest.encode(), np.uint8)
     return file.data
 
 
@@ -116,19 +118,6 @@ def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np
     return file.numpy()
 
 
-def _sign(file: np.ndarray) -> None:
-    """Writes the SHA-256 of a file into its header; it is taken with 64 zeros in its place."""
-    digest = hashlib.sha256(file.data).hexdigest()
-    header = int.from_bytes(file[:8].tobytes(), "little")
-    start = file[: 8 + header].tobytes().index(_signature(_UNSIGNED)) + len(_signature("")) - 1
-    file[start : start + 64] = np.frombuffer(digest.encode(), np.uint8)
-
-
 def _is_intact(path: Path, signed: str) -> bool:
-    raw = path.read_bytes()
-    unsigned = raw.replace(_signature(signed), _signature(_UNSIGNED), 1)
+    unsigned = path.read_bytes().replace(signed.encode(), _UNSIGNED.encode(), 1)
     return hashlib.sha256(unsigned).hexdigest() == signed
-
-
-def _signature(digest: str) -> bytes:
-    return f'"sha256":"{digest}"'.encode()

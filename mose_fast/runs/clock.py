@@ -65,39 +65,24 @@ class Clock:
         self._earlier = sum(state.values())
 
 
-class Stopwatch:
-    """Measures seconds between marks: on a GPU with events in the current stream, which do not
-    interrupt it, without gaps if the host launches fast enough; else with the host's clock.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_card = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        """Marks the moment when everything launched so far is done."""
-        if self._on_card:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def laps(self) -> list[float]:
-        """Seconds from each mark to the next; waits for the last mark."""
-        if not self._on_card:
-            return [after - before for before, after in pairwise(self._marks)]
-        self._marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
-
-
 def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[float]:
-    """Seconds of each of several calls that follow each other; see :class:`Stopwatch`."""
-    watch = Stopwatch(device)
-    watch.mark()
-    for _ in range(calls):
+    """Seconds of each of several calls that follow each other: on a GPU by events in the current
+    stream, which do not interrupt it, without gaps if the host launches fast enough; else by the
+    host's clock.
+    """
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(calls):
+            call()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         call()
-        watch.mark()
-    return watch.laps()
+        mark.record()
+    marks[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
 
 def process_start() -> float | None:

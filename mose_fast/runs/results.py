@@ -71,8 +71,7 @@ def build_results(
     """Everything about a finished run, as plain values.
 
     Args:
-        identity: What :func:`mose_fast.runs.identity.identity` noted when the run started.
-        records: See :class:`mose_fast.train.loop.Loop`.
+        identity, records: See :class:`mose_fast.train.loop.Loop`.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
         clock: It is read last.

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from mose_fast.device import deterministic, own_stream, upload
 from mose_fast.evaluate import AnytimeSample, TaskAccuracy, evaluate_learner
+from mose_fast.learner.saved import made_by
 from mose_fast.methods import Learner
 from mose_fast.runs.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
 from mose_fast.runs.clock import Clock
 from mose_fast.runs.figure import accuracy_figure
 from mose_fast.runs.files import RunError, RunFolder
-from mose_fast.runs.identity import check_identity, identity
+from mose_fast.runs.identity import check_identity
 from mose_fast.runs.listeners import Listener, TensorBoard
 from mose_fast.runs.results import AccuracyTable, build_results
 from mose_fast.settings.run import RunConfig
@@ -96,7 +97,9 @@ class Loop:
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.identity = identity(config, learner)
+        # What checkpoints and results note about how a run was made; ConfigError if the method's
+        # files were edited after they had been imported.
+        self.identity = {"config": config.to_dict(), **made_by(learner)}
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from bench import bench_run
 from bench.common import Case
 from mose_fast.app import bench as benchmark_module
 from mose_fast.methods import create_learner
-from mose_fast.runs.clock import Stopwatch
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, run
@@ -156,11 +155,3 @@ def test_calls_on_a_card_are_timed_without_a_gap(monkeypatch):
     # Three warm ones tell how many fit: of one second each, in 9 seconds nine.
     assert len(benchmark_module.back_to_back(torch.device("cuda"), lambda: log.append("call"), seconds=9)) == 9
     assert log.count("call") == 12 and sum(entry.startswith("wait") for entry in log) == 2
-
-
-def test_laps_on_the_cpu_are_those_of_the_clock():
-    watch = Stopwatch(torch.device("cpu"))
-    for _ in range(3):
-        watch.mark()
-    laps = watch.laps()
-    assert len(laps) == 2 and all(0 <= lap < 1 for lap in laps)
