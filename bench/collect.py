@@ -4,8 +4,8 @@ CUDA kernel lacks one.
     python -m bench.collect
 
 An op, named by its stem in csrc/sources.cmake, must have cases for kernel_check
-(tests/kernels/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and benchmarks
-on a GPU (bench/bench_<stem>.py). Works without a GPU.
+(tests/kernels/cases_<stem>.cpp), a test in tests/gpu that imports mose_fast.ops.<stem>, and
+benchmarks on a GPU (bench/bench_<stem>.py). Works without a GPU.
 """
 
 from __future__ import annotations
