@@ -31,8 +31,7 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream
 from mose_fast.streams.draws import draw_order
-from mose_fast.train.losses import Taken
-from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
+from mose_fast.train.pipeline import Batch, Pipeline, Taken, incoming, resident
 
 # Purpose word for the random order of rehearsals of the final memory: above the words of the tasks'
 # orders, below that of the class order.

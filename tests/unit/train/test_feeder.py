@@ -19,8 +19,7 @@ from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.feeder import Feeder
-from mose_fast.train.ring import DEPTH, Ring
+from mose_fast.train.ring import DEPTH, Feeder, Ring
 from tests.unit.train.small import TWO_TASKS, outcome
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")

@@ -17,8 +17,7 @@ from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.losses import LossReader
-from mose_fast.train.pipeline import Batch, Pipeline, incoming
+from mose_fast.train.pipeline import Batch, LossReader, Pipeline, incoming
 from mose_fast.train.ring import DEPTH, Ring
 from tests.unit.train.small import TWO_TASKS, outcome, small_stream
 
