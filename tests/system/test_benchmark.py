@@ -40,14 +40,6 @@ def test_the_step_by_itself_is_measured():
     assert report.evaluation is None
 
 
-@pytest.mark.slow
-def test_the_loop_is_measured_by_feed():
-    report = benchmark(SMALL, classes=4, seconds=0.3, only="loop: plain")
-    (row,) = report.rows
-    assert row.views == 72
-    assert 0 < row.milliseconds < 5000
-
-
 def test_an_evaluation_is_measured():
     report = benchmark(SMALL, classes=4, seconds=0.1, only="evaluation")
     assert report.rows == ()

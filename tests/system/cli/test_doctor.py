@@ -12,7 +12,7 @@ import torch
 
 from mose_fast import _dali, _loader, streams
 from mose_fast.app import doctor
-from mose_fast.app.doctor import Finding, diagnose, report, serves_gpu
+from mose_fast.app.doctor import Finding, diagnose, serves_gpu
 
 
 def by_thing(findings):
@@ -235,14 +235,3 @@ def test_without_dali_the_views_are_fused(monkeypatch, gpu):
     found = doctor._feed()
     assert (found.mark, found.fix) == ("--", _dali.INSTALL)
     assert found.found == "DALI is not installed; --feed auto is fused here"
-
-
-def test_report_puts_each_fix_below_its_finding():
-    text = report([Finding("ok", "a", "found"), Finding("FAIL", "long", "none", "do this")])
-    assert text.splitlines() == [
-        "ok    a     found",
-        "FAIL  long  none",
-        "            -> do this",
-        "",
-        "No run is possible until this is fixed: long",
-    ]

@@ -214,26 +214,6 @@ def test_other_code_is_refused(stopped, monkeypatch):
         resume(stopped)
 
 
-HASHES = """
-import sys
-import mose_fast
-from mose_fast._build_info import code_hash
-
-if sys.argv[1:]:
-    import mose_fast.app.cli, mose_fast.evaluate, mose_fast.export.from_run, mose_fast.experiments.sweep
-print(code_hash())
-"""
-
-
-@pytest.mark.slow
-def test_the_hash_does_not_depend_on_what_was_imported_before():
-    hashes = [
-        subprocess.run([sys.executable, "-c", HASHES, *more], capture_output=True, text=True, check=True).stdout
-        for more in ((), ("all",))
-    ]
-    assert len(hashes[0]) == 17 and hashes[0] == hashes[1]
-
-
 EDITS = """
 import sys
 from pathlib import Path
