@@ -74,7 +74,8 @@ def read_state(
     try:
         found = int(metadata[kind])
         if found <= newest:
-            intact = _is_intact(path, metadata["sha256"])
+            unsigned = path.read_bytes().replace(metadata["sha256"].encode(), _UNSIGNED.encode(), 1)
+            intact = hashlib.sha256(unsigned).hexdigest() == metadata["sha256"]
             values = json.loads(metadata["values"])
             if not isinstance(values, dict):
                 raise ValueError(f"its values are a {type(values).__name__}")
@@ -116,8 +117,3 @@ def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> np
         start, end = header[name]["data_offsets"]
         contents[start:end].view(tensors[name].dtype).view(tensors[name].shape).copy_(tensors[name])
     return file.numpy()
-
-
-def _is_intact(path: Path, signed: str) -> bool:
-    unsigned = path.read_bytes().replace(signed.encode(), _UNSIGNED.encode(), 1)
-    return hashlib.sha256(unsigned).hexdigest() == signed

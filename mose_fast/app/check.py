@@ -27,12 +27,8 @@ _WAITS = (
 
 
 class Finding(NamedTuple):
-    """A rule, and how a method breaks it.
-
-    Attributes:
-        rule: What holds if nothing was found, in words.
-        problem: What was found; None: nothing.
-        asked: False where the rule is none for this method, which ``problem`` explains.
+    """A rule, and how a method breaks it (None: not at all); ``asked`` is False where the rule is
+    none for this method, which ``problem`` explains.
     """
 
     rule: str

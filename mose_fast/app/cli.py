@@ -13,7 +13,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from tqdm import tqdm
 
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
         arguments = build_parser().parse_args(argv)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *place, **more: tqdm.write(f"warning: {message}", file=sys.stderr)
         if "torch" not in sys.modules:
             from mose_fast.threads import settle_threads
 
@@ -100,7 +99,3 @@ def _lost(shown: Guarded, needed: bool) -> int:
     elif needed:
         return 128 + signal.SIGPIPE
     return 2 if needed else 0
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    tqdm.write(f"warning: {message}", file=sys.stderr)

@@ -40,7 +40,8 @@ class WeightsAndBiases(Curves):
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         super().on_start(config, stream, learner, batch, batches)
         folder = self.folder.absolute()
-        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
+        key = os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None)
+        mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
 
         def begin() -> None:
             self._run = self.wandb.init(
@@ -64,9 +65,6 @@ class WeightsAndBiases(Curves):
         if self._run is not None:
             self._or_give_up(lambda: self._run.finish())
             self._run = None
-
-    def _has_key(self) -> bool:
-        return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
 
     def _id(self) -> str:
         """The id of the folder's W&B run; a new one if there is none, as after ``--overwrite``."""
