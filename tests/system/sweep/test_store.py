@@ -45,12 +45,6 @@ def test_precision_is_what_the_run_had(finished_run, tmp_path):
     results["resolved"]["precision"] = "bf16"
     (copy / "results.json").write_text(json.dumps(results))
     assert read_run(copy)[0]["precision"] == "bf16"
-    # As before there was auto.
-    del results["resolved"]["precision"]
-    results["config"]["precision"] = "tf32"
-    (copy / "results.json").write_text(json.dumps(results))
-    (copy / "config.json").write_text(json.dumps(results["config"]))
-    assert read_run(copy)[0]["precision"] == "tf32"
 
 
 def test_setting_is_all_but_the_seed(config):
