@@ -60,7 +60,7 @@ class _Losses(Listener):
 def not_captured(results: dict[str, Any]) -> list[str]:
     """What is wrong with the steps of a run of two tasks on a GPU that should be captured."""
     resolved = results["resolved"]
-    if results["card"] is None or (resolved["step"] == "captured" and results["eager_steps"] <= GRAPHS):
+    if results["gpu"] is None or (resolved["step"] == "captured" and results["eager_steps"] <= GRAPHS):
         return []
     return [
         f"seed {results['seed']}, feed {resolved['feed']}: step {resolved['step']}"

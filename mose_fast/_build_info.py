@@ -12,20 +12,16 @@ import torch
 from mose_fast import _loader
 from mose_fast._version import __version__, git_commit
 
-__all__ = ["build_info", "code_hash"]
-
 # Rooms of the package that work on finished runs or start others; what they do changes no run.
 _NOT_OF_A_RUN = ("app", "experiments", "export", "present")
 
 
 def build_info() -> dict[str, Any]:
-    """Describes what was built and what is running: ``version`` of the package; ``commit`` of the
-    running code (ending in ``+dirty`` if files differ from it): the checkout's, or the one recorded
-    when the package was built, None if neither is known; ``backend`` of the library, ``"cpu"``,
-    ``"cuda"`` or ``"emulated"`` (the CUDA kernels, compiled for the CPU), None if there is no
-    library and pure PyTorch is used; ``archs``, the compute capabilities compiled for; ``torch``
-    and ``cuda``, the versions compiled against, None without a library; ``torch_running`` and
-    ``cuda_running``, those of the torch that runs now.
+    """What was built and what is running: ``version`` of the package; ``commit`` of the checkout
+    (ending in ``+dirty`` if files differ from it), or the one that the package was built from, None
+    if neither is known; of the native library, ``backend`` (``"cpu"``, ``"cuda"`` or the
+    ``"emulated"`` GPU), ``archs``, ``torch`` and ``cuda`` that it was compiled
+    for, None without one; ``torch_running`` and ``cuda_running``, the versions that run now.
     """
     record = _loader.record or {}
     library = record if _loader.native is not None else {}

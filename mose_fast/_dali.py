@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-__all__ = ["INSTALL", "obstacle", "version"]
-
 INSTALL = "pip install 'mose-fast[dali]' (or nvidia-dali-cuda130; Linux only)"
 
 # Before, a result that was handed to another stream waited for the GPU when it was freed (2.1.0:

@@ -7,15 +7,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
-
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Builds a module's ``__getattr__`` (PEP 562), which imports a name when it is first used.
-
-    Args:
-        package: ``__name__`` of the module.
-        homes: By name, the module that defines it; a submodule defines itself.
+    """A package's ``__getattr__`` (PEP 562), which imports a name when it is first used from the
+    module in ``homes`` that defines it; a submodule defines itself.
     """
 
     def find(name: str) -> Any:

@@ -1,8 +1,5 @@
 """Loads the native library ``mose_fast._C``, or warns once why pure PyTorch is used instead.
 
-Nothing here raises: if the library is missing, was compiled for another torch or does not load,
-:data:`native` is None.
-
 ``MOSE_FAST_NATIVE=0`` switches the library off without a warning. If ``MOSE_FAST_NATIVE`` is a
 folder, ``_C`` and ``_build.json`` are loaded from there, which serves a second build.
 """
@@ -24,29 +21,8 @@ import torch
 
 from mose_fast._version import file_facts, source_hash
 
-__all__ = [
-    "REBUILD",
-    "card",
-    "has_code",
-    "native",
-    "obstacle",
-    "off",
-    "on_card",
-    "ops",
-    "record",
-    "serves",
-    "switch_off",
-]
-
 _NAME = "mose_fast._C"
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
-
-
-def _library(folder: Path) -> Path | None:
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        if (folder / f"_C{suffix}").is_file():
-            return folder / f"_C{suffix}"
-    return None
 
 
 def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: str | None) -> str | None:
@@ -69,19 +45,18 @@ def _obstacle(record: dict[str, Any], version: str, cuda: str | None, sources: s
 
 def _damage(library: Path, facts: dict[str, Any] | None) -> str | None:
     """How a library differs from what was recorded, or None. A truncated one would kill Python."""
-    if facts is None:
+    found = facts and file_facts(library)
+    if found == facts:
         return None
-    size = library.stat().st_size
-    if size != facts["bytes"]:
-        return f"it is damaged: it has {size:,} bytes, and {facts['bytes']:,} were built"
-    return (
-        None if file_facts(library)["sha256"] == facts["sha256"] else "it is damaged: its content is not what was built"
-    )
+    if found["bytes"] != facts["bytes"]:
+        return f"it is damaged: it has {found['bytes']:,} bytes, and {facts['bytes']:,} were built"
+    return "it is damaged: its content is not what was built"
 
 
 def _load(folder: Path) -> tuple[ModuleType | None, dict[str, Any] | None, str | None]:
     """The module or None, its record, and why it is None."""
-    library = _library(folder)
+    named = (folder / f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    library = next((path for path in named if path.is_file()), None)
     if library is None:
         return None, None, f"there is no native library in {folder}"
     try:
@@ -125,13 +100,13 @@ there is none; why there is no module.
 
 
 def ops() -> Any:
-    """Returns the library's functions: in eager mode those of pybind11, whose calls cost a fifth of
-    the dispatcher's; under torch.compile the registered ops, whose schemas the compiler needs.
+    """The library's functions: in eager mode those of pybind11, whose calls cost a fifth of the
+    dispatcher's; under torch.compile the registered ops, whose schemas the compiler needs.
     """
     return torch.ops.mose_fast if torch.compiler.is_compiling() else native
 
 
-def card() -> str | None:
+def gpu() -> str | None:
     """The type of the devices whose tensors the library's CUDA kernels take: ``"cuda"``, or
     ``"cpu"`` if the library emulates a GPU; None if there are no kernels.
     """
@@ -140,7 +115,7 @@ def card() -> str | None:
 
 def has_code(device: str) -> bool:
     """Whether the native library has code for devices of this type."""
-    return native is not None and device in ("cpu", card())
+    return native is not None and device in ("cpu", gpu())
 
 
 off: dict[str, str] = {}
@@ -166,12 +141,12 @@ def serves(op: str, *tensors: torch.Tensor) -> bool:
     if native is None or len(devices) != 1:
         return False
     device = devices.pop().type
-    if not has_code(device) or (op in off and device == card()):
+    if not has_code(device) or (op in off and device == gpu()):
         return False
     # torch.compile cannot trace this function, but compiles transforms away.
     return torch.compiler.is_compiling() or not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
-def on_card(op: str, *tensors: torch.Tensor) -> bool:
+def on_gpu(op: str, *tensors: torch.Tensor) -> bool:
     """Whether CUDA kernels compute an op of these tensors; the device's type does not tell."""
-    return serves(op, *tensors) and tensors[0].device.type == card()
+    return serves(op, *tensors) and tensors[0].device.type == gpu()

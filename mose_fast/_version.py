@@ -6,8 +6,6 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-__all__ = ["__version__", "file_facts", "git_commit", "source_hash"]
-
 __version__ = "0.1.0"
 
 
@@ -31,9 +29,8 @@ _NOT_BUILT = {"cpu": ("cuda", "emulated"), "cuda": ("emulated",), "emulated": ()
 
 
 def source_hash(folder: Path, backend: str) -> str | None:
-    """Returns a hash of the sources in ``folder / "csrc"`` that a library of this back end is built
-    from; None if there are none, as for an installed package. Raises KeyError if ``backend`` is
-    none of cpu, cuda and emulated.
+    """A hash of the sources in ``folder / "csrc"`` that a library of this back end (cpu, cuda or
+    emulated) is built from; None if there are none, as for an installed package.
     """
     csrc = folder / "csrc"
     files = sorted(
@@ -52,6 +49,6 @@ def source_hash(folder: Path, backend: str) -> str | None:
 
 
 def file_facts(path: Path) -> dict[str, int | str]:
-    """Returns size and SHA-256 of a file, in the form in which a build records its library."""
+    """Size and SHA-256 of a file, as a build records them of its library."""
     content = path.read_bytes()
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

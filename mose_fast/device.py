@@ -19,21 +19,6 @@ from torch import Tensor
 
 from mose_fast.settings.knob import ConfigError, plain
 
-__all__ = [
-    "CAPTURING",
-    "Choice",
-    "available_bytes",
-    "choose_precision",
-    "deterministic",
-    "device_name",
-    "own_stream",
-    "peak_bytes",
-    "processor",
-    "resolve_device",
-    "upload",
-]
-
-
 #: Held while a graph is captured, and by work of other threads that may wait for the whole GPU,
 #: which would break the capture.
 CAPTURING = threading.RLock()
@@ -78,7 +63,8 @@ def device_name(device: torch.device) -> str:
     """Name of the GPU, or of the processor with the number of torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{processor()}, {torch.get_num_threads()} thread{'' if torch.get_num_threads() == 1 else 's'}"
+    threads = torch.get_num_threads()
+    return f"{processor()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 @contextmanager
@@ -144,10 +130,8 @@ def peak_bytes() -> int:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """The device that a configuration's ``device`` means on this machine.
-
-    Raises:
-        ConfigError: The card that is asked for does not exist.
+    """The device that a configuration's ``device`` means on this machine; ConfigError if the GPU
+    that is asked for does not exist.
     """
     name = plain(name)
     if name == "auto":
@@ -155,11 +139,8 @@ def resolve_device(name: str | torch.device) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            why = (
-                "this torch was built without CUDA"
-                if torch.version.cuda is None
-                else "torch sees no GPU (is there a driver?)"
-            )
+            built = torch.version.cuda is not None
+            why = "torch sees no GPU (is there a driver?)" if built else "this torch was built without CUDA"
             raise ConfigError(
                 f"device is {name!r}, but {why}; wanted a machine with an NVIDIA GPU, or cpu", instead=("device", "cpu")
             )

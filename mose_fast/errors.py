@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["MoseFastError"]
-
 
 class MoseFastError(Exception):
     """Something that the user gave cannot be used: a setting, data, a folder. ``instead`` is the

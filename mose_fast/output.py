@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-__all__ = ["Guarded", "guarded_output", "readable"]
-
 # A pipe whose reader has gone stays closed; a full disk may have room later.
 _GONE = (errno.EPIPE, errno.EBADF)
 
@@ -64,7 +62,6 @@ class Guarded:
         try:
             self.stream.write(text)
         except UnicodeEncodeError:
-            # The terminal's encoding lacks a character.
             encoding = self.stream.encoding or "ascii"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 

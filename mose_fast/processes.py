@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["python"]
-
 
 def python(module: str, *arguments: str) -> list[str]:
     """The command for a new process that runs ``main()`` of a module, by its full name.

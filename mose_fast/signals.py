@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Interrupted", "StopRequest", "raised_at_once", "stop_request"]
-
 # Signals beside Ctrl-C that end a process which does not handle them. A process that ignores them
 # (nohup) continues to ignore them.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -40,12 +38,9 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Yields a request that a signal sets, so that no step is interrupted half-way. A second Ctrl-C
-    interrupts at once.
-
-    SIGTERM may arrive more than once: a scheduler may send it to all processes of a job, which pass
-    it on to each other. Outside the main thread Python delivers no signals, and the request is
-    never set.
+    """Yields a request that a signal sets, so that no step is interrupted half-way; outside the
+    main thread, none does. A second Ctrl-C interrupts at once, a second SIGTERM does not: a
+    scheduler may send it to all processes of a job, which pass it on to each other.
     """
     request = StopRequest()
 

@@ -7,8 +7,6 @@ import re
 import sys
 from collections.abc import Mapping, MutableMapping
 
-__all__ = ["SPIN_COUNT", "crowding", "settle_spinning", "settle_threads", "thread_limit", "usable_cores", "waiting"]
-
 SPIN_COUNT = 20_000
 """How many times a thread looks for the others before it sleeps, about half a millisecond."""
 
@@ -25,9 +23,8 @@ def settle_spinning(environment: MutableMapping[str, str]) -> None:
     user has set it, or torch is loaded already: libgomp reads it then.
 
     GNU's libgomp spins 300,000 times, several milliseconds: on a core that other programs use, too,
-    a thread keeps spinning while the one that it waits for does not run, and a run takes 3 to 100
-    times as long. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs a fifth of the speed of an
-    idle machine, :data:`SPIN_COUNT` about nothing (docs/command_line.md has the figures).
+    a run then takes 3 to 100 times as long. Sleeping at once (``OMP_WAIT_POLICY=PASSIVE``) costs a
+    fifth of an idle machine's speed, :data:`SPIN_COUNT` about nothing (docs/command_line.md).
     """
     if "torch" not in sys.modules and not waiting(environment):
         environment["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -15,10 +15,10 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,40 +29,16 @@ from mose_fast import _loader
 from mose_fast.augment import choose_feed
 from mose_fast.device import device_name, own_stream
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.methods import Mose, create_learner, resolve_device
+from mose_fast.methods import Mose, create_learner
 from mose_fast.runs.clock import laps
 from mose_fast.settings.run import ConfigError, RunConfig
-from mose_fast.streams import NORMALISATIONS, Stream
+from mose_fast.streams import Stream, from_arrays
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
 
-__all__ = [
-    "Ceilings",
-    "Report",
-    "Row",
-    "Variant",
-    "back_to_back",
-    "benchmark",
-    "ceilings",
-    "copy_rate",
-    "in_the_loop",
-    "quantiles",
-    "random_stream",
-    "variants",
-]
-
 _COLUMNS = (
-    "variant",
-    "views",
-    "ms",
-    "p20_ms",
-    "p80_ms",
-    "images_per_s",
-    "tflops",
-    "share_of_ceiling",
-    "peak_bytes",
-    "note",
-    "where",
+    *("variant", "views", "ms", "p20_ms", "p80_ms", "images_per_s"),
+    *("tflops", "share_of_ceiling", "peak_bytes", "note", "where"),
 )
 
 #: Steps of a task until its batches have their full size, with a margin.
@@ -71,9 +47,6 @@ _RAMP = 12
 #: Steps in the loop before the measured ones. On a GPU, these are captured and fill ring and
 #: reader; the CPU needs none.
 _WARM_UP = {"cuda": 20, "cpu": 3}
-
-#: Name of the measurement that is not a variant of the step.
-_EVALUATION = "evaluation"
 
 #: Largest number of calls of a measurement.
 _CALLS = 2000
@@ -99,19 +72,17 @@ class Variant(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A measurement: milliseconds of a step (median, and the quantiles 0.2 and 0.8) with ``views``
-    views.
-
-    ``peak`` is the largest number of bytes allocated on the GPU, None on the CPU. If there is no
-    time, ``note`` says why, and ``traceback`` where the program failed.
+    """A measurement: milliseconds (median, and the quantiles 0.2 and 0.8) of a step with ``views``
+    views, or of an evaluation of so many images; the largest number of bytes allocated on the GPU,
+    None on the CPU. Without a time, ``note`` says why, and ``traceback`` where the program failed.
     """
 
     name: str
-    views: int
-    milliseconds: float | None
-    p20: float | None
-    p80: float | None
-    peak: int | None
+    views: int = 0
+    milliseconds: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+    peak: int | None = None
     note: str = ""
     traceback: str = ""
 
@@ -126,11 +97,8 @@ class Report:
         macs: Multiply-accumulates of a forward pass of one image.
         ceilings: The machine's peak rates.
         rows: One row for each variant.
-        evaluation: Seconds of an evaluation of all classifiers and experts on ``evaluated`` images,
-            or why it failed; None if not measured.
-        evaluated: Number of images: those in memory and 10,000 of a test set (fewer for a smaller
-            run).
-        failures: Tracebacks of the measurements that failed, by name.
+        evaluation: An evaluation of all classifiers and experts on the images in memory and 10,000
+            of a test set (fewer for a narrower network); None if not measured.
     """
 
     where: str
@@ -138,9 +106,13 @@ class Report:
     macs: int
     ceilings: Ceilings
     rows: tuple[Row, ...]
-    evaluation: float | str | None
-    evaluated: int
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    evaluation: Row | None
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Tracebacks of the measurements that failed, by name."""
+        rows = self.rows if self.evaluation is None else (*self.rows, self.evaluation)
+        return {row.name: row.traceback for row in rows if row.traceback}
 
     def tflops(self, row: Row) -> float:
         """TFLOP/s of a row: forward and backward passes (three forwards) of its views."""
@@ -148,19 +120,14 @@ class Report:
 
     def text(self) -> str:
         """A table for people."""
-        unit = "TFLOP/s"
+        config, possible = self.config, self.ceilings
         lines = [
             self.where,
-            f"MOSE, width {self.config.width}, memory {self.config.memory}, precision {self.config.precision}",
-            (
-                f"ceilings measured here: matrix product {self.ceilings.tflops:,.3g} {unit}, copy"
-                f" {self.ceilings.gbytes:,.0f} GB/s"
-            ),
+            f"MOSE, width {config.width}, memory {config.memory}, precision {config.precision}",
+            f"ceilings measured here: matrix product {possible.tflops:,.3g} TFLOP/s, copy {possible.gbytes:,.0f} GB/s",
             "",
-            (
-                f"{'step of training':<44} {'views':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'images/s':>9} {unit:>8}"
-                f" {'share':>6} {'peak MB':>8}"
-            ),
+            f"{'step of training':<44} {'views':>5} {'ms':>9} {'p20':>9} {'p80':>9} {'images/s':>9} {'TFLOP/s':>8}"
+            f" {'share':>6} {'peak MB':>8}",
         ]
         for row in self.rows:
             if row.milliseconds is None:
@@ -170,99 +137,90 @@ class Report:
             peak = "-" if row.peak is None else f"{row.peak / 1e6:,.0f}"
             lines.append(
                 f"{row.name:<44} {row.views:>5} {row.milliseconds:>9.2f} {row.p20:>9.2f} {row.p80:>9.2f}"
-                f" {row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / self.ceilings.tflops:>6.1%}"
-                f" {peak:>8}"
+                f" {row.views / row.milliseconds * 1e3:>9,.0f} {rate:>8.3g} {rate / possible.tflops:>6.1%} {peak:>8}"
             )
-        if isinstance(self.evaluation, str):
-            lines += ["", f"evaluation {self.evaluation}"]
-        elif self.evaluation is not None:
-            lines += [
-                "",
-                f"evaluation of {self.evaluated:,} images by every classifier and expert: {self.evaluation:.3f} s",
-            ]
-            looped = [row for row in self.rows if row.name.startswith("loop") and row.milliseconds]
-            if looped:
-                best = min(looped, key=lambda row: row.milliseconds)
-                seconds = 5 * best.milliseconds + 11 * self.evaluation
-                lines.append(
-                    f"a run of 5,000 such steps and 11 evaluations of that size: {seconds:.0f} s ({best.name};"
-                    " reckoned, not measured: mose-fast run measures one)"
-                )
+        if self.evaluation is not None:
+            lines += ["", *self._evaluated(self.evaluation)]
         return "\n".join(lines)
+
+    def _evaluated(self, row: Row) -> list[str]:
+        if row.milliseconds is None:
+            return [f"evaluation {row.note}"]
+        seconds = row.milliseconds / 1e3
+        lines = [f"evaluation of {row.views:,} images by every classifier and expert: {seconds:.3f} s"]
+        looped = [row for row in self.rows if row.name.startswith("loop") and row.milliseconds]
+        if looped:
+            best = min(looped, key=lambda row: row.milliseconds)
+            lines.append(
+                f"a run of 5,000 such steps and 11 evaluations of that size: {5 * best.milliseconds + 11 * seconds:.0f}"
+                f" s ({best.name}; reckoned, not measured: mose-fast run measures one)"
+            )
+        return lines
 
     def table(self) -> str:
         """The rows as CSV text."""
         file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
+        writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+        writer.writeheader()
         for row in self.rows:
-            if row.milliseconds is None:
-                writer.writerow([row.name, row.views, *[""] * 7, row.note, self.where])
-                continue
-            rate = self.tflops(row)
-            numbers = [
-                f"{row.milliseconds:.4f}",
-                f"{row.p20:.4f}",
-                f"{row.p80:.4f}",
-                f"{row.views / row.milliseconds * 1e3:.1f}",
-            ]
-            numbers += [f"{rate:.3f}", f"{rate / self.ceilings.tflops:.4f}", "" if row.peak is None else row.peak]
-            writer.writerow([row.name, row.views, *numbers, row.note, self.where])
+            cells = {"variant": row.name, "views": row.views, "note": row.note, "where": self.where}
+            if row.milliseconds is not None:
+                rate = self.tflops(row)
+                cells |= {
+                    "ms": f"{row.milliseconds:.4f}",
+                    "p20_ms": f"{row.p20:.4f}",
+                    "p80_ms": f"{row.p80:.4f}",
+                    "images_per_s": f"{row.views / row.milliseconds * 1e3:.1f}",
+                    "tflops": f"{rate:.3f}",
+                    "share_of_ceiling": f"{rate / self.ceilings.tflops:.4f}",
+                    "peak_bytes": row.peak,
+                }
+            writer.writerow(cells)
         return file.getvalue()
 
 
 def variants(device: torch.device) -> list[Variant]:
     """All variants of a device: plain PyTorch, our kernels, then both in the loop by feed."""
-    on_card = device.type == "cuda"
-    plain, fused = {"kernels": "torch", "feed": "torch"}, {"kernels": "fused", "feed": "fused"}
+    on_gpu = device.type == "cuda"
+    plain, fused = {"kernels": "torch", "feed": "torch", "step": "eager"}, {"kernels": "fused", "feed": "fused"}
+    # The views come from the fused feed, because PyTorch's cannot be part of a graph.
+    graph = {"kernels": "torch", "feed": "fused", "step": "captured"}
+    best = fused | {"step": "captured" if on_gpu else "eager"}
+    by_feed = [
+        Variant(f"loop: fused kernels, feed {f}", best | {"feed": f}, looped=True) for f in ("torch", "dali", "fused")
+    ]
     found = [
-        Variant("plain PyTorch, eager", {**plain, "step": "eager"}),
-        Variant("plain PyTorch, torch.compile, eager", {**plain, "step": "eager"}, compiled=True),
+        Variant("plain PyTorch, eager", plain),
+        Variant("plain PyTorch, torch.compile, eager", plain, compiled=True),
+        Variant("plain PyTorch, graph", graph),
+        Variant("plain PyTorch, torch.compile, graph", graph, compiled=True),
+        Variant("fused kernels, eager", fused | {"step": "eager"}),
+        Variant("fused kernels, graph", fused | {"step": "captured"}),
+        Variant("loop: plain PyTorch, feed torch", plain, looped=True),
+        *by_feed,
     ]
-    if on_card:
-        # The views come from the fused feed, because PyTorch's cannot be part of a graph.
-        graph = {"kernels": "torch", "feed": "fused", "step": "captured"}
-        found += [
-            Variant("plain PyTorch, graph", graph),
-            Variant("plain PyTorch, torch.compile, graph", graph, compiled=True),
-        ]
-    found.append(Variant("fused kernels, eager", {**fused, "step": "eager"}))
-    if on_card:
-        found.append(Variant("fused kernels, graph", {**fused, "step": "captured"}))
-    how = "captured" if on_card else "eager"
-    found.append(Variant("loop: plain PyTorch, feed torch", {**plain, "step": "eager"}, looped=True))
-    found += [
-        Variant(f"loop: fused kernels, feed {feed}", {"kernels": "fused", "feed": feed, "step": how}, looped=True)
-        for feed in ("torch", "dali", "fused")
-    ]
-    return found
+    return [variant for variant in found if on_gpu or variant.settings["step"] == "eager"]
 
 
-def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) -> Stream:
+def random_stream(config: RunConfig, classes: int, images: int, tests: int = 100) -> Stream:
     """A stream of random 32x32 images in two tasks with half of the classes each, the first just
     large enough to replay from; ``images`` are those of the second, ``tests`` of both.
     """
     random = torch.Generator().manual_seed(0)
-    half = classes // 2
-    batch = config.stream.batch
-    first = torch.arange(20 * batch) % half
-    second = half + torch.arange(images) % (classes - half)
+    half, batch = classes // 2, config.stream.batch
+    labels = torch.cat([torch.arange(20 * batch) % half, half + torch.arange(images) % half])
 
     def draw(count: int) -> Tensor:
         return torch.randint(0, 256, (count, 32, 32, 3), dtype=torch.uint8, generator=random)
 
-    labels = torch.cat([first, second])
-    order = tuple(range(classes))
-    return Stream(
+    return from_arrays(
+        draw(len(labels)),
+        labels,
+        draw(tests),
+        torch.arange(tests) % classes,
+        tasks=2,
         name="random",
-        x_train=draw(len(labels)),
-        y_train=labels,
-        x_test=draw(tests),
-        y_test=torch.arange(tests) % classes,
-        tasks=(order[:half], order[half:]),
-        class_order=order,
-        class_names=tuple(map(str, order)),
-        normalisation=NORMALISATIONS["half"],
+        normalisation="half",
         mirror_safe=True,
         batch=batch,
     )
@@ -270,12 +228,9 @@ def random_stream(config: RunConfig, classes: int, images: int, tests: int = 0) 
 
 def ceilings(device: torch.device, precision: str) -> Ceilings:
     """The best of five square products of 8,192 (CPU: 1,024), and of :func:`copy_rate`."""
-    on_card = device.type == "cuda"
-    size = 8192 if on_card else 1024
-    a, b = (
-        torch.randn(size, size, device=device).to(torch.bfloat16 if precision == "bf16" else torch.float32)
-        for _ in range(2)
-    )
+    size = 8192 if device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = min(back_to_back(device, lambda: a @ b, calls=5))
     return Ceilings(2e-12 * size**3 / product, 1e-9 * copy_rate(device))
 
@@ -286,7 +241,7 @@ def benchmark(
     classes: int = 100,
     seconds: float = 2.0,
     only: str = "",
-    watch: Callable[[str], None] | None = None,
+    watch: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Measures all variants on the configuration's device.
 
@@ -307,33 +262,26 @@ def benchmark(
     probe = _learner(config, stream)
     config = dataclasses.replace(config, precision=probe.precision.name)
     device = probe.device
-    names = [*(variant.name for variant in variants(device)), _EVALUATION]
-    if not any(only in name for name in names):
-        raise ConfigError(f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(names)}")
+    measurements = {
+        variant.name: lambda variant=variant: _steps(variant, config, device, stream, seconds)
+        for variant in variants(device)
+    }
+    measurements["evaluation"] = lambda: _evaluation(config, stream)
+    chosen = [name for name in measurements if only in name]
+    if not chosen:
+        raise ConfigError(
+            f"only is {only!r}, which no measurement's name holds; here there are: {'; '.join(measurements)}"
+        )
     # Measured before the variants, since one of them may break the GPU.
     where, macs, possible = _where(device), probe.costs()[0].macs, ceilings(device, config.precision)
-    found: list[Row] = []
-    failures: dict[str, str] = {}
+    rows = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run would say it; rows have notes
-        for variant in variants(device):
-            if only not in variant.name:
-                continue
-            if watch is not None:
-                watch(variant.name)
-            found.append(_row(variant, config, stream, seconds))
-            if found[-1].traceback:
-                failures[variant.name] = found[-1].traceback
-            _tidy(device)
-        measured, images = None, 0
-        if only in _EVALUATION:
-            if watch is not None:
-                watch(_EVALUATION)
-            try:
-                measured, images = _evaluation(config, stream)
-            except Exception as error:
-                measured, failures[_EVALUATION] = _reason(error), traceback.format_exc()
-    return Report(where, config, macs, possible, tuple(found), measured, images, failures)
+        for name in chosen:
+            watch(name)
+            rows[name] = _measured(name, device, measurements[name])
+    evaluation = rows.pop("evaluation", None)
+    return Report(where, config, macs, possible, tuple(rows.values()), evaluation)
 
 
 def back_to_back(
@@ -362,40 +310,29 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / min(back_to_back(device, lambda: target.copy_(source), calls=5))
 
 
-def _tidy(device: torch.device) -> None:
-    """Frees what a variant has allocated, so that all variants start alike."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        # After an error that the GPU does not recover from, every call fails, and the rows of the
-        # next variants say so.
+def _measured(name: str, device: torch.device, measure: Callable[[], tuple[int, list[float]]]) -> Row:
+    """The row of a measurement. After a lack of memory, a missing compiler or a failing kernel, the
+    others can still be measured.
+    """
+    on_gpu = device.type == "cuda"
+    try:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        views, times = measure()
+        low, middle, high = (1e3 * quantile for quantile in quantiles(times))
+        return Row(name, views, middle, low, high, torch.cuda.max_memory_allocated(device) if on_gpu else None)
+    except ConfigError as error:
+        return Row(name, note=str(error))
+    except Exception as error:
+        return Row(name, note=_reason(error), traceback=traceback.format_exc())
+    finally:
+        # All start alike. After an error that the GPU does not recover from every call fails, and
+        # the rows of the next measurements say so.
+        torch.compiler.reset()
+        gc.collect()
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
-
-
-def _row(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> Row:
-    def without(note: str, trace: str = "") -> Row:
-        return Row(variant.name, 0, None, None, None, None, note, trace)
-
-    chosen = dataclasses.replace(config, **variant.settings)
-    device = resolve_device(chosen.device)
-    try:
-        if chosen.kernels == "fused" and not _loader.has_code(device.type):
-            return without(f"no native library: {_loader.obstacle or 'built for the CPU only'}")
-        choose_feed(chosen.feed, device, None)
-        with _peak(device) as peak:
-            if variant.looped:
-                views, times = in_the_loop(chosen, stream, seconds)
-            else:
-                views, times = _by_itself(variant, chosen, stream, seconds)
-    except ConfigError as error:
-        return without(f"{type(error).__name__}: {error}")
-    except Exception as error:
-        # After a lack of memory, a missing compiler or a failing kernel, the other variants can
-        # still be measured.
-        return without(_reason(error), traceback.format_exc())
-    low, middle, high = quantiles(times)
-    return Row(variant.name, views, 1e3 * middle, 1e3 * low, 1e3 * high, peak[0])
 
 
 def _reason(error: Exception) -> str:
@@ -404,8 +341,19 @@ def _reason(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {line}"
 
 
+def _steps(
+    variant: Variant, config: RunConfig, device: torch.device, stream: Stream, seconds: float
+) -> tuple[int, list[float]]:
+    """Views and seconds of full steps of a variant."""
+    config = dataclasses.replace(config, **variant.settings)
+    if config.kernels == "fused" and not _loader.has_code(device.type):
+        raise ConfigError(f"no native library: {_loader.obstacle or 'built for the CPU only'}")
+    choose_feed(config.feed, device, None)
+    return in_the_loop(config, stream, seconds) if variant.looped else _by_itself(variant, config, stream, seconds)
+
+
 def _by_itself(variant: Variant, config: RunConfig, stream: Stream, seconds: float) -> tuple[int, list[float]]:
-    """Views and seconds of full steps of a later task, on prepared inputs."""
+    """Steps of the later task, on prepared inputs."""
     learner = _learner(config, stream)
     with own_stream(learner.device):
         steps = CapturedSteps(learner, capture=config.step == "captured")
@@ -463,31 +411,29 @@ def in_the_loop(config: RunConfig, stream: Stream, seconds: float) -> tuple[int,
             pass
     if pipeline.captured is not None and pipeline.captured.traceback:
         raise RuntimeError(f"{pipeline.captured.obstacle}\n{pipeline.captured.traceback}")
-    o = config.options
-    rows = config.stream.batch + o.new_extra + o.buffer_batch
+    rows = config.stream.batch + config.options.new_extra + config.options.buffer_batch
     # Losses arrive in bursts, so times are measured over several steps.
     stride = max(1, min(10, len(times) // 8))
     return rows * learner.views.views_per_row, [(b - a) / stride for a, b in pairwise(times[::stride])]
 
 
-def _evaluation(config: RunConfig, stream: Stream) -> tuple[float, int]:
-    """Seconds of one evaluation with a full memory, the best of three, and its images."""
-    chosen = dataclasses.replace(config, kernels="auto", feed="fused", step="auto")
-    learner = _learner(chosen, stream)
-    count = min(config.memory, len(stream.x_train))
+def _evaluation(config: RunConfig, stream: Stream) -> tuple[int, list[float]]:
+    """The images of one evaluation with a full memory, and its seconds, the best of three."""
+    learner = _learner(dataclasses.replace(config, kernels="auto", feed="fused", step="auto"), stream)
+    count = min(config.memory, len(stream.x_train)) + len(stream.x_test)
     with own_stream(learner.device):
         for task in range(2):
             for rows in stream.batches(task, seed=config.seed):
                 learner.observe(stream.x_train[rows], stream.y_train[rows], task, index=rows, train=False)
-        on_card = resident(stream, learner.device)
+        there = resident(stream, learner.device)
         rows = stream.batches(0, seed=config.seed)[0]
 
         def evaluate() -> None:
             # Class means are cached until the next batch.
             learner.observe(stream.x_train[rows], stream.y_train[rows], 0, index=rows, train=False, store=False)
-            evaluate_learner(learner, on_card, 1)
+            evaluate_learner(learner, there, 1)
 
-        return min(back_to_back(learner.device, evaluate, calls=3)), count + len(stream.x_test)
+        return count, [min(back_to_back(learner.device, evaluate, calls=3))]
 
 
 def _learner(config: RunConfig, stream: Stream) -> Mose:
@@ -496,21 +442,5 @@ def _learner(config: RunConfig, stream: Stream) -> Mose:
 
 def _where(device: torch.device) -> str:
     build = mose_fast.build_info()
-    commit = (build["commit"] or "unknown")[:12]
-    return (
-        f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, mose-fast {build['version']} at"
-        f" {commit}"
-    )
-
-
-@contextmanager
-def _peak(device: torch.device) -> Iterator[list[Any]]:
-    """Yields a list that at the end contains the peak of bytes allocated on the GPU, or None."""
-    found: list[Any] = [None]
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    yield found
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        found[0] = torch.cuda.max_memory_allocated(device)
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, mose-fast {build['version']}"
+    return f"{device_name(device)}, {versions} at {(build['commit'] or 'unknown')[:12]}"

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from mose_fast.errors import MoseFastError
 from mose_fast.methods import Learner, Planning, create_learner, load_learner
 
-__all__ = ["Finding", "check_method"]
-
 _CLASSES, _TASKS, _BATCHES, _BATCH = 6, 3, 4, 10
 
 # What brings a value of a tensor to the host, or makes a tensor whose size depends on values.
@@ -29,12 +27,8 @@ _WAITS = (
 
 
 class Finding(NamedTuple):
-    """A rule, and how a method breaks it.
-
-    Attributes:
-        rule: What holds if nothing was found, in words.
-        problem: What was found; None: nothing.
-        asked: False where the rule is none for this method, which ``problem`` explains.
+    """A rule, and how a method breaks it (None: not at all); ``asked`` is False where the rule is
+    none for this method, which ``problem`` explains.
     """
 
     rule: str

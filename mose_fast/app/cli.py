@@ -1,8 +1,7 @@
-"""The command line ``mose-fast``: it parses the arguments, calls a command and prints.
+"""The command line ``mose-fast`` (docs/command_line.md).
 
-Users find it described in docs/command_line.md. Commands import what they need when they run:
-torch, pandas and scipy take seconds to import, and help, lists and messages on wrong flags and
-missing folders should not wait for them.
+Commands import what they need when they run: torch, pandas and scipy take seconds to import, and
+help, lists and messages on wrong flags and missing folders should not wait for them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from tqdm import tqdm
 
@@ -41,23 +39,15 @@ from mose_fast.output import Guarded, guarded_output
 from mose_fast.settings.knob import as_text
 from mose_fast.signals import raised_at_once
 
-__all__ = ["build_parser", "main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-        argv: Arguments without the program's name; None takes the process's.
-
-    Returns:
-        The exit code: 0; 1 where runs failed, or doctor finds that none is possible; 2 for
-        unusable settings, data or folders; 128 and the signal's number after Ctrl-C (130), SIGTERM
-        (143) and SIGHUP (129).
+    """Runs a command, by default that of the process's arguments, and returns the exit code: 0; 1
+    where runs failed, or doctor finds that none is possible; 2 for unusable settings, data or
+    folders; 128 and the signal's number after Ctrl-C (130), SIGTERM (143) and SIGHUP (129).
     """
     with guarded_output() as shown, raised_at_once(), warnings.catch_warnings():
         arguments = build_parser().parse_args(argv)
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *place, **more: tqdm.write(f"warning: {message}", file=sys.stderr)
         if "torch" not in sys.modules:
             from mose_fast.threads import settle_threads
 
@@ -109,7 +99,3 @@ def _lost(shown: Guarded, needed: bool) -> int:
     elif needed:
         return 128 + signal.SIGPIPE
     return 2 if needed else 0
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    tqdm.write(f"warning: {message}", file=sys.stderr)

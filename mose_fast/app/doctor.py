@@ -22,11 +22,9 @@ import torch
 
 from mose_fast import _dali, _loader, streams
 from mose_fast.augment import choose_feed
-from mose_fast.device import choose_precision
+from mose_fast.device import choose_precision, resolve_device
 from mose_fast.self_check import SWITCH, Verdict, check, stored
 from mose_fast.threads import crowding, waiting
-
-__all__ = ["Finding", "check_kernels", "diagnose", "report", "rows_of_check", "serves_card"]
 
 # Packages that are imported only when used. The other requirements are met if this file can be
 # imported.
@@ -47,10 +45,12 @@ class Finding(NamedTuple):
 
 def diagnose(data_dir: str | None = None) -> list[Finding]:
     """Checks this machine, and the data sets in ``data_dir`` or the default folder."""
-    used = [_precision(), _feed()]
+    precision = Finding("ok", "precision", str(choose_precision("auto", resolve_device("auto"))))
     native = [_native(), *map(_verdict, _kinds())]
-    installed = [_python(), _torch(), _packages(), *_cuda(), *_cards(), *native, *_build_tools(os.environ)]
-    return [*installed, *used, *_data(data_dir)]
+    # A Python older than 3.10 cannot import this file.
+    python = Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")
+    installed = [python, _torch(), _packages(), *_cuda(), *_gpus(), *native, *_build_tools(os.environ)]
+    return [*installed, precision, _feed(), *_data(data_dir)]
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -69,16 +69,13 @@ def report(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
-    """Whether code compiled for ``archs`` runs on a GPU.
+def serves_gpu(capability: tuple[int, int], archs: Sequence[str]) -> bool:
+    """Whether code compiled for ``archs`` (as in ``TORCH_CUDA_ARCH_LIST``) runs on a GPU of this
+    compute capability, (major, minor).
 
     Machine code runs on GPUs of the same major compute capability and at least the same minor one,
     architecture-specific code (``9.0a``) on exactly its own; PTX (``12.0+PTX``) on every later GPU
     (CUDA programming guide, section on compute capabilities).
-
-    Args:
-        capability: The GPU's, (major, minor).
-        archs: Compute capabilities, in the form of ``TORCH_CUDA_ARCH_LIST``.
     """
     for arch in archs:
         number = re.match(r"(\d+)\.(\d+)([af]?)", arch)
@@ -91,11 +88,6 @@ def serves_card(capability: tuple[int, int], archs: Sequence[str]) -> bool:
         if not kind and arch.endswith("+PTX") and capability > compiled:
             return True
     return False
-
-
-def _python() -> Finding:
-    # A Python older than 3.10 cannot import this file.
-    return Finding("ok", "Python", f"{platform.python_version()}, {sys.executable}")
 
 
 def _torch() -> Finding:
@@ -130,7 +122,7 @@ def _cuda() -> Iterator[Finding]:
         yield Finding("--", "NVIDIA driver", "none (nvidia-smi is missing or sees no GPU)", fix)
 
 
-def _cards() -> Iterator[Finding]:
+def _gpus() -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -140,9 +132,8 @@ def _cards() -> Iterator[Finding]:
         yield Finding("--", "GPU", f"none ({why}); runs use the CPU", fix)
         return
     for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
-        found = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, compute capability {card.major}.{card.minor}"
-        thing = f"GPU {index}"
+        gpu, thing = torch.cuda.get_device_properties(index), f"GPU {index}"
+        found = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
         archs = (_loader.record or {}).get("archs", [])
         try:
             float(torch.ones(2, device=f"cuda:{index}").sum())
@@ -150,8 +141,8 @@ def _cards() -> Iterator[Finding]:
             found = f"{found}; torch cannot use it ({str(error).splitlines()[0]})"
             yield Finding("--", thing, found, "install a torch that supports it, or use --device cpu")
             continue
-        if archs and not serves_card((card.major, card.minor), archs):
-            fix = f"TORCH_CUDA_ARCH_LIST={card.major}.{card.minor} {_loader.REBUILD}"
+        if archs and not serves_gpu((gpu.major, gpu.minor), archs):
+            fix = f"TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor} {_loader.REBUILD}"
             yield Finding("--", thing, f"{found}; the native library is compiled for {' '.join(archs)} only", fix)
         else:
             yield Finding("ok", thing, found)
@@ -179,18 +170,18 @@ def _native() -> Finding:
 
 def _kinds() -> list[torch.device]:
     """A GPU of each kind that the native library has kernels for."""
-    kind = _loader.card()
+    kind = _loader.gpu()
     if kind == "cpu":
         return [torch.device("cpu")]
     if kind is None or not torch.cuda.is_available():
         return []
     archs = _loader.record["archs"]
-    cards = {}
+    gpus = {}
     for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
-        if serves_card((card.major, card.minor), archs):
-            cards.setdefault((card.name, card.major, card.minor), torch.device("cuda", index))
-    return list(cards.values())
+        gpu = torch.cuda.get_device_properties(index)
+        if serves_gpu((gpu.major, gpu.minor), archs):
+            gpus.setdefault((gpu.name, gpu.major, gpu.minor), torch.device("cuda", index))
+    return list(gpus.values())
 
 
 def _verdict(device: torch.device) -> Finding:
@@ -208,7 +199,7 @@ def _verdict(device: torch.device) -> Finding:
 
 def check_kernels() -> list[tuple[str, Verdict]]:
     """Runs the self-check anew on each kind of GPU that the native library has kernels for, and
-    keeps its verdict; returns names and verdicts.
+    keeps its verdicts, which it returns with the GPUs' names.
     """
     return [(str(device), check(device)) for device in _kinds()]
 
@@ -275,20 +266,10 @@ def _nvcc_release(environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _precision() -> Finding:
-    """The precision that ``--precision auto`` means on this machine."""
-    return Finding("ok", "precision", str(choose_precision("auto", _default_device())))
-
-
 def _feed() -> Finding:
     """What makes the views of a run, unless ``--feed`` says otherwise."""
     obstacle = _dali.obstacle()
-    device = _default_device()
-    used = f"--feed auto is {choose_feed('auto', device, None).name} here"
+    used = f"--feed auto is {choose_feed('auto', resolve_device('auto'), None).name} here"
     if obstacle:
         return Finding("--", "DALI (optional)", f"{obstacle}; {used}", _dali.INSTALL)
     return Finding("ok", "DALI (optional)", f"{_dali.version()}; {used}")

@@ -23,19 +23,6 @@ if TYPE_CHECKING:
     from mose_fast.experiments.place import Place
     from mose_fast.runs.listeners import Listener
 
-__all__ = [
-    "FLAGS",
-    "Parser",
-    "add_flags",
-    "add_place",
-    "add_wandb",
-    "changes_of",
-    "command",
-    "loggers",
-    "place",
-    "read_settings",
-]
-
 # Titles of the groups of flags, by the role of the settings.
 _GROUPS = {
     "problem": "what is learned",
@@ -89,7 +76,7 @@ def command(
     prints_result: bool = False,
     **how: Any,
 ) -> argparse.ArgumentParser:
-    """Adds a command, which ``act`` carries out and which returns the exit code. ``prints_result``:
+    """Adds a command, which ``act`` carries out and returns the exit code of. ``prints_result``:
     what it prints is its result, which no file has. ``how``: arguments of the parser.
     """
     made = commands.add_parser(name, allow_abbrev=False, **how)
@@ -171,14 +158,11 @@ def loggers(arguments: argparse.Namespace, out: Path) -> list[Listener]:
 
 def read_settings(arguments: argparse.Namespace) -> RunConfig:
     """Builds the configuration that the arguments of ``run`` ask for: the ``--config`` file,
-    overridden by flags, overridden by ``--set``.
+    overridden by flags, overridden by ``--set``; ConfigError if one of them cannot be used.
 
     Where a flag names another method or preset than the file, the options that the file changes
     from its own preset are kept. Paths become absolute, so that the run can be resumed from any
     folder.
-
-    Raises:
-        ConfigError: A name is unknown, a value is out of range, or the file cannot be used.
     """
     given = vars(arguments)
     loaded = RunConfig.load(given["config"]) if "config" in given else None

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from mose_fast.runs.progress import Progress
 
-__all__ = ["caution", "follow", "interrupted"]
-
 
 def interrupted(error: KeyboardInterrupt, further: str = "") -> int:
     """Prints what ended the command; returns a shell's exit code for a death by that signal."""
@@ -53,8 +51,8 @@ def follow(out: Path, start: Callable[[Progress], dict[str, Any]]) -> int:
     since = "the process started" if seconds["wall_since"] == "process" else "the call"
     print(f"time      {seconds['wall']:.1f} s since {since}: {parts}")
     peak = results["peak_memory_bytes"]
-    card = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the GPU (allocated by torch)"
-    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{card}")
+    gpu = "" if peak["device"] is None else f", {peak['device'] / 2**20:,.0f} MiB on the GPU (allocated by torch)"
+    print(f"memory    at most {peak['host'] / 2**20:,.0f} MiB on the host{gpu}")
     kept = results["kept"]
     beside = f", and {kept['bytes_beside'] / 2**20:.1f} MiB beside" if kept["bytes_beside"] else ""
     print(f"kept      at most {kept['images']:,} images of the stream, {kept['bytes'] / 2**20:.1f} MiB{beside}")

@@ -73,7 +73,7 @@ class DaliViews:
     stream and its result there into a tensor of PyTorch's. (DALI can take input without copying it,
     but then does not wait for the stream.) The calling thread waits for DALI's launches, not for
     the device. A run therefore calls this from a thread of its own,
-    :class:`mose_fast.train.feeder.Feeder`; DALI lets other Python threads run meanwhile.
+    :class:`mose_fast.train.ring.Feeder`; DALI lets other Python threads run meanwhile.
 
     Nothing here disturbs the capture of a graph on another thread. Results do not leave DALI by
     DLPack, whose tensors a thread of DALI's frees after it has waited for the whole GPU. They are

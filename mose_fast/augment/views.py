@@ -161,7 +161,7 @@ class ViewMaker:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph can hold :meth:`apply`; plain PyTorch waits for the host."""
-        return self.feed == "fused" and _loader.card() == "cuda" and "augment" not in _loader.off
+        return self.feed == "fused" and _loader.gpu() == "cuda" and "augment" not in _loader.off
 
     def close(self) -> None:
         """Frees DALI's threads and buffers; the next call builds them again."""

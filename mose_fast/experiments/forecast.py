@@ -43,7 +43,7 @@ def stored_costs(folder: Path, threads: int) -> dict[str, Cost]:
         key: Cost(
             statistics.median(row.seconds_total for row in same),
             max(int(row.peak_bytes) for row in same),
-            None if same[0].card is None else max(int(row.peak_bytes_device) for row in same),
+            None if same[0].gpu is None else max(int(row.peak_bytes_device) for row in same),
             "stored",
         )
         for key, same in rows.items()

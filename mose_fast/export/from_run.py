@@ -24,7 +24,6 @@ from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.runs.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
 from mose_fast.runs.lock import FolderLock
-from mose_fast.runs.results import precision_of
 from mose_fast.runs.store import read_run
 from mose_fast.settings.run import ConfigError, RunConfig, near_matches
 
@@ -103,7 +102,7 @@ def restore(run: Path, results: dict[str, Any]) -> Learner:
     resolved = results["resolved"]
     # The run's precision, since auto may choose another one here; step and feed, since the run's
     # may need a card.
-    here = {"device": "cpu", "precision": precision_of(results), "step": "auto", "feed": "auto"}
+    here = {"device": "cpu", "precision": results["resolved"]["precision"], "step": "auto", "feed": "auto"}
     config = RunConfig.from_dict({**results["config"], **here})
     constants = {name: resolved["normalisation"][name] for name in ("mean", "std")}
     size = tuple(results["image_size"])

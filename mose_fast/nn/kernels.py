@@ -25,4 +25,4 @@ def choose_kernels(wanted: str, device: torch.device) -> str:
     """
     if wanted != "auto":
         return wanted
-    return "fused" if device.type == _loader.card() and "step" not in _loader.off else "torch"
+    return "fused" if device.type == _loader.gpu() and "step" not in _loader.off else "torch"

@@ -167,7 +167,7 @@ def _serves_form(stride: int, prologue: bool, gate: bool) -> bool:
 
 def _has_kernels(x: Tensor, out_channels: int, stride: int, prologue: bool, gate: bool) -> bool:
     """Whether kernels serve ``x``, which are for GPUs; PyTorch's convolutions serve the rest."""
-    if x.dtype == torch.float64 or not _loader.on_card("align_conv", x):
+    if x.dtype == torch.float64 or not _loader.on_gpu("align_conv", x):
         return False
     if not _serves_form(stride, prologue, gate):
         said = " and ".join(name for name, given in (("a prologue", prologue), ("a gate", gate)) if given) or "neither"
@@ -281,7 +281,7 @@ class _AlignConv(torch.autograd.Function):
         return tuple(grads)
 
 
-if _loader.card() is not None:
+if _loader.gpu() is not None:
 
     def _new_map(x: Tensor, channels: int, stride: int) -> Tensor:
         height, width = x.shape[2:]

@@ -49,7 +49,7 @@ def check_norms(x: Tensor, norms: dict[str, Norm], valid_rows: int | Tensor | No
 
 def serves(op: str, x: Tensor, *norms: Norm) -> bool:
     """Whether the op's kernels take this; warns once if they do not, though ``x`` is on a GPU."""
-    if not _loader.on_card(op, x) or x.numel() == 0:
+    if not _loader.on_gpu(op, x) or x.numel() == 0:
         return False
     obstacle = None
     if x.dtype == torch.float64:
@@ -268,7 +268,7 @@ class _NormState(torch.autograd.Function):
         return to_x, to_norm[0] if needs[1] else None, to_norm[1] if needs[2] else None, None, None, None
 
 
-if _loader.card() is not None:
+if _loader.gpu() is not None:
 
     def _rows(x: Tensor, *sizes: int) -> Tensor:
         return x.new_empty(*sizes, x.shape[1], dtype=torch.float32)

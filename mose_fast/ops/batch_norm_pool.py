@@ -92,7 +92,7 @@ class _BatchNormPool(torch.autograd.Function):
         return to_x, *to_parameters, to_residual, None, None, None, None
 
 
-if _loader.card() is not None:
+if _loader.gpu() is not None:
 
     @torch.library.register_fake("mose_fast::batch_norm_pool")
     def _fake(x, *arguments):

@@ -52,7 +52,7 @@ def _check_classes(labels: Tensor, new_rows: int, mask: Tensor | None, classes: 
 
 def _serves(*tensors: Tensor) -> bool:
     return _loader.serves("expert_losses", *tensors) and (
-        not _loader.on_card("expert_losses", *tensors) or all(t.dtype != torch.float64 for t in tensors)
+        not _loader.on_gpu("expert_losses", *tensors) or all(t.dtype != torch.float64 for t in tensors)
     )
 
 
@@ -412,7 +412,7 @@ if _loader.native is not None:
         experts, rows, _ = projections.shape
         is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
         options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
-        on_card = _loader.on_card("expert_losses", labels)
+        on_card = _loader.on_gpu("expert_losses", labels)
         side = (0, 0, 0) if on_card or others[_FIRST_CONTRASTIVE - 5] >= experts else (experts, rows, rows)
         return (
             torch.empty(experts, 3, **options),

@@ -64,7 +64,7 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
 
 
 def _serves(x: Tensor) -> bool:
-    if _loader.on_card("norm_pool", x) and x.shape[1] % 8 != 0:
+    if _loader.on_gpu("norm_pool", x) and x.shape[1] % 8 != 0:
         # In the words of batch_norm_act, which the same network calls: so it is said once.
         say_once(
             "batch norm runs as PyTorch's operations, which is slower:"

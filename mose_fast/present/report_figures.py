@@ -193,7 +193,7 @@ def _tradeoffs(groups: Sequence[Group], looks: Mapping[str, Look]) -> Picture:
     if len(looks) <= CURVES:
         figure.legend(loc="outside lower center", ncols=min(4, len(looks)))
     _label_left(axes, "ACC (%)")
-    machines = {run.row["card"] or run.row["processor"] for g in groups for run in g.runs}
+    machines = {run.row["gpu"] or run.row["processor"] for g in groups for run in g.runs}
     caption = (
         f"ACC (classifier of predict()) against what a run costs: {counted(len(groups), 'setting')}, means over n ="
         f" {seeds(groups)}; vertical lines are 95 % t intervals, larger markers larger replay memories. The grey steps"

@@ -185,7 +185,7 @@ def _cost(groups: Sequence[Group]) -> Table:
     )
     for g in groups:
         rows = [run.row for run in g.runs]
-        where = (row["card"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
+        where = (row["gpu"] or f"{row['processor']} ({counted(row['threads'], 'thread')})" for row in rows)
         table.add(
             {
                 "method": g.label,

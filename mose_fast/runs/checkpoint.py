@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +15,6 @@ from torch import Tensor
 
 from mose_fast.runs.files import RunError, checkpoint_files, resume_advice, write_atomically
 from mose_fast.state_file import StateFileError, read_state, state_file
-
-__all__ = ["FORMAT", "CheckpointError", "CheckpointWriter", "Snapshot", "latest", "load_checkpoint", "save_checkpoint"]
 
 #: Version of the checkpoint format. Files of newer versions are refused.
 FORMAT = 1
@@ -39,54 +38,44 @@ class _Place(NamedTuple):
 
 
 class Snapshot:
-    """A copy of tensors in a few flat ones, one for each dtype and device.
+    """A copy of tensors in a few ``flats``, one for each dtype and device, in the order of the
+    current stream.
 
     A learner's state is hundreds of tensors, most of them views of a few buffers. Each piece of
     memory is copied as a whole, so that a copy on a GPU takes a few launches and a copy to the
-    host a few transfers. The tensors are views of these copies.
-
-    Args:
-        tensors: Tensors by name, on any devices; copied in the order of the current stream.
-
-    Attributes:
-        flats: The copies.
+    host a few transfers.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # For each piece of memory that holds tensors: its kind, the first used element, and the
+        # Of each piece of memory that holds tensors: one of them, the first used element, and the
         # element after the last; elements count from its start.
-        extents: dict[tuple[Any, ...], tuple[int, int, Tensor]] = {}
-        keys = {}
-        for name, tensor in tensors.items():
-            key = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
-            keys[name] = key
-            start = tensor.storage_offset()
-            end = start + (
-                1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-                if tensor.numel()
-                else 0
-            )
-            known = extents.get(key, (start, end, tensor))
-            extents[key] = (min(start, known[0]), max(end, known[1]), known[2])
+        extents: dict[tuple[Any, ...], tuple[Tensor, int, int]] = {}
+        for tensor in tensors.values():
+            start = end = tensor.storage_offset()
+            if tensor.numel():
+                end += 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            _, first, last = extents.get(_memory(tensor), (tensor, start, end))
+            extents[_memory(tensor)] = (tensor, min(start, first), max(end, last))
         pieces: dict[tuple[Any, ...], list[Tensor]] = {}
-        # For each piece: the flat tensor that it is copied to, and what to add to the number of an
-        # element.
-        moved: dict[tuple[Any, ...], tuple[int, int]] = {}
-        sizes: list[int] = []
-        order: dict[tuple[Any, ...], int] = {}
-        with torch.no_grad():
-            for key, (start, end, tensor) in extents.items():
-                flat = order.setdefault(key[:2], len(order))
-                if flat == len(sizes):
-                    sizes.append(0)
-                moved[key] = (flat, sizes[flat] - start)
-                sizes[flat] += end - start
-                pieces.setdefault(key[:2], []).append(tensor.detach().as_strided((end - start,), (1,), start))
-            self.flats = [torch.cat(parts) for parts in pieces.values()]
-        self._places = {}
-        for name, tensor in tensors.items():
-            flat, shift = moved[keys[name]]
-            self._places[name] = _Place(flat, tensor.storage_offset() + shift, tuple(tensor.shape), tensor.stride())
+        sizes: Counter[tuple[Any, ...]] = Counter()
+        # What to add to the number of an element of a piece, to find it in its flat tensor.
+        shifts: dict[tuple[Any, ...], int] = {}
+        for memory, (tensor, start, end) in extents.items():
+            kind = memory[:2]
+            shifts[memory] = sizes[kind] - start
+            sizes[kind] += end - start
+            pieces.setdefault(kind, []).append(tensor.detach().as_strided((end - start,), (1,), start))
+        self.flats = [torch.cat(parts) for parts in pieces.values()]
+        flat_of = {kind: number for number, kind in enumerate(pieces)}
+        self._places = {
+            name: _Place(
+                flat_of[_memory(tensor)[:2]],
+                tensor.storage_offset() + shifts[_memory(tensor)],
+                tuple(tensor.shape),
+                tensor.stride(),
+            )
+            for name, tensor in tensors.items()
+        }
 
     def not_finite(self) -> str | None:
         """The name of a tensor with NaN or infinity, None if there is none; waits for a GPU."""
@@ -105,17 +94,20 @@ class Snapshot:
     def on_host(self) -> Snapshot:
         """The same snapshot on the host, in pinned memory if it was on a GPU; waits for it."""
         host = copy.copy(self)
-        host.flats = []
-        for flat in self.flats:
-            if flat.is_cuda:
-                host.flats.append(
-                    torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
-                )
-            else:
-                host.flats.append(flat)
+        host.flats = [
+            torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+            if flat.is_cuda
+            else flat
+            for flat in self.flats
+        ]
         for device in {flat.device for flat in self.flats if flat.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return host
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Device, dtype and address of the piece of memory that a tensor is a part of."""
+    return tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr()
 
 
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: dict[str, Any]) -> Path:
@@ -139,11 +131,11 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        on_card = device.type == "cuda"
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if on_card else None
+        on_gpu = device.type == "cuda"
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if on_gpu else None
         # One stream for all checkpoints: PyTorch hands out 32 streams in turn, so a new one for
         # each checkpoint would at some time be the steps' own.
-        self._stream = torch.cuda.Stream(device) if on_card else None
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._writing: Future | None = None
 
     def write(self, step: int, snapshot: Snapshot, values: dict[str, Any]) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["PHASES", "Clock", "Stopwatch", "laps", "process_start"]
-
 #: The phases that are timed separately. ``capture`` is not part of ``train``.
 PHASES = ("train", "evaluate", "checkpoint", "capture")
 
@@ -31,8 +29,7 @@ class Clock:
         started = process_start() if whole_process else None
         self.since = "call" if started is None else "process"
         self._started = time.perf_counter() if started is None else started
-        # Time before the checkpoint that a run continues from.
-        self._earlier = 0.0
+        self._earlier = 0.0  # before the checkpoint that a run continues from
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -58,57 +55,34 @@ class Clock:
     def results(self) -> dict[str, float | str]:
         """Seconds by phase, their sum, in no phase, and in all, and what these are counted from."""
         phases = {phase: round(seconds, 3) for phase, seconds in self.seconds.items()}
-        wall, total = round(self.wall, 3), round(sum(self.seconds.values()), 3)
-        return {
-            **phases,
-            "total": total,
-            "other": round(max(wall - total, 0.0), 3),
-            "wall": max(wall, total),
-            "wall_since": self.since,
-        }
+        total = round(sum(self.seconds.values()), 3)
+        wall = max(round(self.wall, 3), total)
+        return {**phases, "total": total, "other": round(wall - total, 3), "wall": wall, "wall_since": self.since}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores the state from a checkpoint and adds the time since this clock's own start.
-
-        Older checkpoints have no ``other``, and the oldest no ``capture``.
-        """
-        self.seconds = {phase: state.get(phase, 0.0) for phase in PHASES}
-        self._earlier = sum(self.seconds.values()) + state.get("other", 0.0)
-
-
-class Stopwatch:
-    """Measures seconds between marks: on a GPU with events in the current stream, which do not
-    interrupt it, without gaps if the host launches fast enough; else with the host's clock.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_card = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
-
-    def mark(self) -> None:
-        """Marks the moment when everything launched so far is done."""
-        if self._on_card:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def laps(self) -> list[float]:
-        """Seconds from each mark to the next; waits for the last mark."""
-        if not self._on_card:
-            return [after - before for before, after in pairwise(self._marks)]
-        self._marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+        """Restores the state from a checkpoint and adds the time since this clock's own start."""
+        self.seconds = {phase: state[phase] for phase in PHASES}
+        self._earlier = sum(state.values())
 
 
 def laps(device: torch.device, call: Callable[[], object], calls: int) -> list[float]:
-    """Seconds of each of several calls that follow each other; see :class:`Stopwatch`."""
-    watch = Stopwatch(device)
-    watch.mark()
-    for _ in range(calls):
+    """Seconds of each of several calls that follow each other: on a GPU by events in the current
+    stream, which do not interrupt it, without gaps if the host launches fast enough; else by the
+    host's clock.
+    """
+    if device.type != "cuda":
+        times = [time.perf_counter()]
+        for _ in range(calls):
+            call()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         call()
-        watch.mark()
-    return watch.laps()
+        mark.record()
+    marks[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
 
 def process_start() -> float | None:
@@ -116,9 +90,8 @@ def process_start() -> float | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        # By hand, since psutil's create_time is off by up to a second. Fields after the command,
-        # which stands in parentheses and may hold anything; the 22nd of all is the start since
-        # boot, in ticks.
+        # By hand, since psutil's create_time is off by up to a second. The command stands in
+        # parentheses and may hold anything; field 22 of all is the start since boot, in ticks.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):

@@ -5,26 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mose_fast._files import replace_file
 from mose_fast.errors import MoseFastError
 from mose_fast.output import readable
-
-__all__ = [
-    "IN_EVERY_CONFIG",
-    "LOCK",
-    "RunError",
-    "RunFolder",
-    "check_folders",
-    "checkpoint_files",
-    "is_configuration",
-    "leftovers",
-    "remove_leftovers",
-    "resume_advice",
-    "write_atomically",
-]
 
 #: Name of the file by which a process holds a folder (:class:`mose_fast.runs.lock.FolderLock`).
 LOCK = ".mose_fast.lock"
@@ -38,7 +25,7 @@ class RunError(MoseFastError, RuntimeError):
 
 
 def check_folders(folders: Iterable[str | Path]) -> None:
-    """Raises RunError unless each of the folders exists."""
+    """RunError unless each of the folders exists."""
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise RunError(f"there is no folder {folder}; wanted one with run folders in it, at any depth")
@@ -150,7 +137,7 @@ class RunFolder:
             RunError: The folder is in use without ``overwrite``, holds files with a run's names
                 that no run of ours wrote, or cannot be written.
         """
-        try:
+        with self._writing():
             if not overwrite and any(path not in self._begun() for path in self.path.iterdir()):
                 raise RunError(
                     f"the output folder {self.path} is already used; choose another --out, pass --overwrite to replace"
@@ -164,8 +151,6 @@ class RunFolder:
             for file in [*self._written, *checkpoint_files(self.checkpoints), *events]:
                 file.unlink(missing_ok=True)
             self._prepare()
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def write(self, file: Path, content: bytes | str) -> None:
         """Writes a file of a run that can be resumed; RunError if it cannot be written."""
@@ -173,17 +158,13 @@ class RunFolder:
 
     def make(self) -> None:
         """Makes the folder itself where it is missing; RunError if it cannot be made."""
-        try:
+        with self._writing():
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def reopen(self) -> None:
-        """Deletes what a killed run had half written; RunError if the folder is unwritable."""
-        try:
+        """Deletes what a killed run had half written."""
+        with self._writing():
             self._prepare()
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def _begun(self) -> list[Path]:
         """What a run leaves that was killed before its configuration was written."""
@@ -200,16 +181,20 @@ class RunFolder:
             if not file.name.startswith(".")
         ]
         if files:
-            shown = ", ".join(str(file.relative_to(self.path)) for file in files[:5]) + (
-                ", ..." if len(files) > 5 else ""
-            )
+            shown = ", ".join([*(str(file.relative_to(self.path)) for file in files[:5]), *["..."][: len(files) > 5]])
             raise RunError(
                 f"the output folder {self.path} holds {shown}, but no {self.config.name} of a run of mose-fast: these"
                 " files are not a run's, and nothing was deleted. Choose another --out, or move them away"
             )
 
-    def _cannot_write(self, error: OSError) -> RunError:
-        return RunError(f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"cannot write into the output folder {self.path}: {error.strerror}; choose another --out"
+            ) from error
 
     def _prepare(self) -> None:
         self.checkpoints.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: its settings, its data and the code that wrote it."""
+"""Whether a checkpoint belongs to a run: to its settings, its data and its code."""
 
 from __future__ import annotations
 
@@ -9,19 +9,9 @@ from typing import Any
 
 from mose_fast.learner.named_settings import all_settings, dotted
 from mose_fast.learner.registry import method_changes
-from mose_fast.learner.saved import machine_changes, made_by, told_code
-from mose_fast.methods import Learner
+from mose_fast.learner.saved import machine_changes, told_code
 from mose_fast.runs.files import RunError
 from mose_fast.settings.run import RunConfig
-
-__all__ = ["check_identity", "identity"]
-
-
-def identity(config: RunConfig, learner: Learner) -> dict[str, Any]:
-    """What a checkpoint and the results note about how a run was made, as plain values; ConfigError
-    if the method's files were edited after they had been imported.
-    """
-    return {"config": config.to_dict(), **made_by(learner)}
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], checkpoint: Path) -> None:

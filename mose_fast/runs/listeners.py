@@ -16,16 +16,13 @@ from mose_fast.methods import Learner
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
-__all__ = ["Curves", "Listener", "TensorBoard"]
-
 
 class Listener:
     """Base class. Its methods do nothing; override those that you need."""
 
     def on_decode(self, done: int, images: int) -> None:
-        """Before the start: ``done`` of ``images`` image files are decoded.
-
-        It is called only if the data are image files that are not decoded yet.
+        """Before the start, if the data are image files that are not decoded yet: ``done`` of
+        ``images`` are.
         """
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
@@ -43,10 +40,8 @@ class Listener:
 
     def on_step(self) -> None:
         """A step is done that belongs to no batch of the stream: part of an evaluation, of the
-        training before one (GDumb), or of a review (SCR).
-
-        Like :meth:`on_batch` it may raise :class:`mose_fast.train.Interrupted`; the resumed run
-        then repeats the end of the task.
+        training before one (GDumb), or of a review (SCR). It may raise
+        :class:`mose_fast.train.Interrupted`, too; the resumed run then repeats the end of the task.
         """
 
     def on_evaluation(self, batch: int, images: int, accuracy: dict[str, dict[str, float]]) -> None:
@@ -69,7 +64,7 @@ class Curves(Listener):
     task and evaluation.
     """
 
-    every: int = 10
+    every = 10
 
     def log(self, values: dict[str, float], batch: int) -> None:
         """Logs values by name after a number of batches."""
@@ -86,14 +81,15 @@ class Curves(Listener):
         self.log(values, batch)
 
     def on_task_end(self, task: int, batch: int, accuracy: TaskAccuracy | None) -> None:
+        if accuracy is None:
+            return
         values = {}
-        for classifier, experts in ({} if accuracy is None else accuracy.test).items():
+        for classifier, experts in accuracy.test.items():
             for expert, row in experts.items():
                 values[f"accuracy_{classifier}/{expert}"] = sum(row) / len(row)
                 if self._boundaries:
                     values[f"new_task_accuracy_{classifier}/{expert}"] = row[-1]
-        if values:
-            self.log(values, batch)
+        self.log(values, batch)
 
 
 class TensorBoard(Curves):
@@ -101,18 +97,12 @@ class TensorBoard(Curves):
 
     If events cannot be written (a full disk), there is one warning, and the run continues without
     them. PyTorch's ``SummaryWriter`` is not used, because its thread would show a traceback then.
-
-    Args:
-        folder: Folder of the event files.
-        every: Batches between two points of the loss curves.
-        own: Whether the folder has events of this run alone. Then a run that continues drops those
-            of the batches that it repeats.
+    Of a run that continues, TensorBoard drops the events of batches that it repeats.
     """
 
-    def __init__(self, folder: Path, every: int = 10, *, own: bool = False) -> None:
-        self.folder, self.every, self.own = folder, every, own
+    def __init__(self, folder: Path, every: int = 10) -> None:
+        self.folder, self.every = folder, every
         self._writer: Any = None
-        self._there: set[tuple[str, int]] = set()
 
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         # Imported here, because not every run needs it.
@@ -122,12 +112,9 @@ class TensorBoard(Curves):
         super().on_start(config, stream, learner, batch, batches)
         with self._or_give_up():
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.own:
-                self._drop_after(batch)
             name = f"events.out.tfevents.{time.time_ns() / 1e9:.9f}.{socket.gethostname()}.{os.getpid()}"
             # Unbuffered, so that nothing is left to fail when the file is closed.
             self._writer = RecordWriter((self.folder / name).open("xb", buffering=0))
-        # TensorBoard itself drops what lies after such a start, in a folder of several runs, too.
         self._write(step=batch + 1, file_version="brain.Event:2")
         self._write(step=batch + 1, session_log=SessionLog(status=SessionLog.START))
 
@@ -137,25 +124,11 @@ class TensorBoard(Curves):
                 self._writer.close()
             self._writer = None
 
-    def _drop_after(self, batch: int) -> None:
-        """Cuts off what a killed run wrote after its last checkpoint, at batch ``batch``."""
-        for path in self.folder.glob("events.out.tfevents.*"):
-            kept = 0
-            for event, end in _events(path):
-                if event.step > batch and event.HasField("summary"):
-                    break
-                kept = end
-                # An evaluation after the checkpoint's batch is repeated, its losses are not.
-                self._there |= {(value.tag, batch) for value in event.summary.value if event.step == batch}
-            if kept:
-                os.truncate(path, kept)
-
     def log(self, values: dict[str, float], batch: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for name, value in values.items():
-            if (name, batch) not in self._there:
-                self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
+            self._write(step=batch, summary=Summary(value=[Summary.Value(tag=name, simple_value=value)]))
 
     def _write(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -176,22 +149,3 @@ class TensorBoard(Curves):
                 f"cannot write TensorBoard events into {self.folder} ({error.strerror}); the run goes on without them",
                 stacklevel=4,
             )
-
-
-def _events(path: Path) -> Iterator[tuple[Any, int]]:
-    """The whole events of a file (length, checksum, content, checksum) and where each ends."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    content, position = path.read_bytes(), 0
-    while position + 12 <= len(content):
-        start = position + 12
-        end = start + int.from_bytes(content[position : position + 8], "little")
-        position = end + 4
-        if position > len(content):
-            return
-        try:
-            event = Event.FromString(content[start:end])
-        except DecodeError:  # it is not ours
-            return
-        yield event, position

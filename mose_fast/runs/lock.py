@@ -11,13 +11,10 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
 from mose_fast.runs.files import LOCK, RunError
-
-__all__ = ["FolderLock", "FolderLocked"]
 
 # Seconds in which the children of a killed holder notice that it is gone.
 _PATIENCE = 15.0
@@ -31,15 +28,12 @@ class FolderLocked(RunError):
 
 
 class FolderLock:
-    """Locks a folder for this process and for the children that inherit :attr:`descriptor`.
+    """Locks an existing folder for this process and for the children that inherit ``descriptor``;
+    ``work`` says for what, in messages: ``run``, ``sweep``, ``export`` or ``report``.
 
     The kernel releases the lock when the last of them ends, in whatever way, so no child of a
     killed sweep can still write when the next sweep starts. If the file system has no locks, there
     is a warning; a second process on this machine is refused even then.
-
-    Args:
-        folder: An existing folder.
-        work: The kind of work, for messages: ``run``, ``sweep``, ``export`` or ``report``.
 
     Raises:
         FolderLocked: Another process holds the lock; the message names it and its machine.
@@ -51,7 +45,7 @@ class FolderLock:
         deadline = time.monotonic() + _PATIENCE
         while not self._take():
             holder = self._holder()
-            self._close()
+            self.release()
             if _alive(holder) or time.monotonic() > deadline:
                 raise self._refusal(holder)
             time.sleep(0.1)
@@ -62,14 +56,12 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def release(self) -> None:
         """Releases the lock in this process; children that still live keep it."""
-        self._close()
+        os.close(self.descriptor)
 
     def remove(self) -> None:
         """Releases the lock and deletes its file, for a holder without children."""
@@ -77,7 +69,7 @@ class FolderLock:
         # opens a new one.
         with contextlib.suppress(OSError):
             self.path.unlink()
-        self._close()
+        self.release()
 
     def _take(self) -> bool:
         """Opens the file and locks it; returns False if another process holds the lock."""
@@ -96,7 +88,7 @@ class FolderLock:
                 raise RunError(f"cannot lock {self.path}: {error.strerror}; choose another --out") from error
             holder = self._holder()
             if _alive(holder) and _here(holder) and holder["process"] != os.getpid():
-                self._close()
+                self.release()
                 raise self._refusal(holder) from error
             warnings.warn(
                 f"the file system of {self.path.parent} has no file locks ({error.strerror}); nothing keeps a second"
@@ -108,11 +100,8 @@ class FolderLock:
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self.path)):
                 return True
         # Its holder deleted the file after this process had opened it.
-        self._close()
+        self.release()
         return self._take()
-
-    def _close(self) -> None:
-        os.close(self.descriptor)
 
     def _holder(self) -> dict | None:
         try:

@@ -20,8 +20,6 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 from mose_fast.threads import crowding
 
-__all__ = ["Progress", "accuracy_table"]
-
 # tqdm's own format has a wide bar and shows seconds a batch for slow steps. This one leaves room
 # for the losses and always shows batches a second.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
@@ -106,8 +104,7 @@ class Progress(Listener):
             print(line, file=sys.stderr, flush=True)
         if accuracy is not None:
             newest = min(task, self.tasks - 1) if self.met == self.tasks else self.tasks - 1
-            table = accuracy_table(accuracy.test, newest, self.tasks, self.main, self.what)
-            tqdm.write(table, file=sys.stdout)
+            tqdm.write(accuracy_table(accuracy.test, newest, self.tasks, self.main, self.what), file=sys.stdout)
             sys.stdout.flush()
 
     def close(self) -> None:
@@ -127,12 +124,11 @@ class Progress(Listener):
 def accuracy_table(
     test: dict[str, dict[str, list[float]]], task: int, tasks: int, main: tuple[str, str], what: str = "task"
 ) -> str:
-    """A table of the accuracies after a task in percent, with a row for each classifier and expert,
-    at most 100 columns wide; that of ``main``, which ``predict()`` uses, is marked.
+    """A table of the accuracies in percent after a task (from 0), at most 100 columns wide, with a
+    row for each classifier and expert; that of ``main``, which ``predict()`` uses, is marked.
 
     Args:
         test: Accuracy in [0, 1] by classifier, expert and task seen.
-        task: The task just learned, from 0; the table counts its ``tasks`` from 1.
         what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
     """
     many = tasks > _TASK_COLUMNS
@@ -167,15 +163,6 @@ def _width(task: int) -> int:
     return len(f" task {task + 1}")
 
 
-def _kernels(learner: Learner) -> dict[str, str]:
-    """A row on the self-check, unless it has passed."""
-    verdict = learner.self_check
-    if verdict is None or (verdict.state == "passed" and not _loader.off):
-        return {}
-    off = f"; switched off: {', '.join(_loader.off)} (mose-fast doctor --check)" if _loader.off else ""
-    return {"kernels": f"self-check {verdict.state}{off}"}
-
-
 def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int, out: Path) -> str:
     trained, deployed = learner.costs()
     native = build_info()["backend"]
@@ -196,10 +183,16 @@ def _heading(config: RunConfig, stream: Stream, learner: Learner, batch: int, ba
         "device": (
             f"{where}, {learner.precision}; native library: {f'yes ({native} build)' if native else 'no, pure PyTorch'}"
         ),
-        **({} if learner.feed is None else {"views": f"{config.options.augment}, made by {learner.feed}"}),
-        **({"steps": str(learner.stepping)} if device.type == "cuda" else {}),
-        **_kernels(learner),
-        **({"caution": crowded} if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())) else {}),
-        "run": f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}",
     }
+    if learner.feed is not None:
+        rows["views"] = f"{config.options.augment}, made by {learner.feed}"
+    if device.type == "cuda":
+        rows["steps"] = str(learner.stepping)
+    verdict = learner.self_check
+    if verdict is not None and (verdict.state != "passed" or _loader.off):
+        off = f"; switched off: {', '.join(_loader.off)} (mose-fast doctor --check)" if _loader.off else ""
+        rows["kernels"] = f"self-check {verdict.state}{off}"
+    if device.type == "cpu" and (crowded := crowding(torch.get_num_threads())):
+        rows["caution"] = crowded
+    rows["run"] = f"{batches} batches" + (f", continued after batch {batch}" if batch else "") + f", into {out}"
     return "\n".join(f"{name:<8} {text}" for name, text in rows.items())

@@ -28,17 +28,6 @@ from mose_fast.settings.knob import Declared, settings_of
 from mose_fast.settings.run import RunConfig, StreamConfig
 from mose_fast.streams import Stream
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "AccuracyTable",
-    "accuracy_csv",
-    "build_results",
-    "precision_of",
-    "schema",
-    "shown_experts",
-    "summary",
-]
-
 #: Version of the format of ``results.json``.
 SCHEMA_VERSION = 1
 
@@ -82,13 +71,10 @@ def build_results(
     """Everything about a finished run, as plain values.
 
     Args:
-        config, stream: The run's.
-        learner: The learner after the last task.
-        identity: What :func:`mose_fast.runs.identity.identity` noted when the run started.
-        records: What the loop recorded: see :attr:`mose_fast.train.loop.Loop.records`.
+        identity, records: See :class:`mose_fast.train.loop.Loop`.
         untrained: Accuracy of the network before training by classifier, expert and task, with the
             same final memory.
-        clock: The run's clock; it is read last.
+        clock: It is read last.
     """
     evaluated_after, anytime = records["evaluated_after"], records["anytime"]
     tasks, parts = len(stream.tasks), stream.parts
@@ -105,18 +91,11 @@ def build_results(
 
     accuracy = over_all(lambda rows: filled(rows, 0.0), records["test"])
     buffer_accuracy = over_all(lambda rows: filled(rows, None), records["buffer"])
-    bof = {
-        c: {
-            e: [
-                None if math.isnan(v) else v
-                for v in evaluate.buffer_overfitting(_nan(buffer_accuracy[c][e][-1]), accuracy[c][e][-1])
-            ]
-            for e in experts
-        }
-        for c, experts in accuracy.items()
-    }
 
-    images = [len(stream.test_rows(task)) for task in range(tasks)]
+    def overfitting(classifier: str, expert: str) -> list[float | None]:
+        stored, tested = (matrices[classifier][expert][-1] for matrices in (buffer_accuracy, accuracy))
+        values = evaluate.buffer_overfitting(np.array(stored, float), tested)
+        return [None if math.isnan(value) else value for value in values]
 
     def over_time(function: Any, defined: bool = True) -> dict[str, dict[str, Any]]:
         """A metric that needs an evaluation after every part; null if there was none."""
@@ -126,11 +105,14 @@ def build_results(
         """A metric that needs one after every task; null also without task boundaries."""
         return over_time(function, stream.has_boundaries)
 
+    images = [len(stream.test_rows(task)) for task in range(tasks)]
     if anytime is not None:
         anytime = {**anytime, "average": over_all(lambda values: float(np.mean(values)), anytime["accuracy"])}
     trained, deployed = learner.costs()
     classifier, expert = learner.resolve_expert()
-    device, normalisation = learner.device, stream.normalisation
+    constants = stream.normalisation
+    device, on_gpu = learner.device, learner.device.type == "cuda"
+    chosen = {"feed": learner.feed, "step": learner.stepping, "precision": learner.precision}
     return {
         "schema_version": SCHEMA_VERSION,
         "config": config.to_dict(),
@@ -141,23 +123,11 @@ def build_results(
             "kernels": learner.kernels,
             "step": learner.stepping.name,
             "precision": learner.precision.name,
-            "reasons": {
-                name: choice.reason
-                for name, choice in (
-                    ("feed", learner.feed),
-                    ("step", learner.stepping),
-                    ("precision", learner.precision),
-                )
-                if choice is not None and choice.reason
-            },
+            "reasons": {name: choice.reason for name, choice in chosen.items() if choice is not None and choice.reason},
             "self_check": None if learner.self_check is None else learner.self_check.state,
             "switched_off": {} if learner.self_check is None else dict(_loader.off),
             "mirror": learner.mirrored,
-            "normalisation": {
-                "name": normalisation.name,
-                "mean": list(normalisation.mean),
-                "std": list(normalisation.std),
-            },
+            "normalisation": {"name": constants.name, "mean": list(constants.mean), "std": list(constants.std)},
             "classifier": classifier,
             "expert": expert,
         },
@@ -171,7 +141,7 @@ def build_results(
         "evaluated_after": evaluated_after,
         "accuracy": accuracy,
         "buffer_accuracy": buffer_accuracy,
-        "bof": bof,
+        "bof": {c: {e: overfitting(c, e) for e in experts} for c, experts in accuracy.items()},
         "confusion_by_task": records["confusion"],
         "confusion_by_class": records["confusion_by_class"],
         "acc": over_all(evaluate.average_accuracy, accuracy),
@@ -187,15 +157,15 @@ def build_results(
         "parameters": {"trained": trained.parameters, "deployed": deployed.parameters},
         "macs": {"trained": trained.macs, "deployed": deployed.macs},
         "steps": learner.steps,
-        "eager_steps": learner.steps - records["replayed"] if device.type == "cuda" else None,
-        "capture_retries": records["retries"] if device.type == "cuda" else None,
+        "eager_steps": learner.steps - records["replayed"] if on_gpu else None,
+        "capture_retries": records["retries"] if on_gpu else None,
         "resumed": records["resumed"],
         "peak_memory_bytes": {
             "host": peak_bytes(),
-            "device": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            "device": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         },
         "kept": learner.kept(),
-        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "versions": {
@@ -212,11 +182,6 @@ def build_results(
         "weights_sha256": learner.weights_hash(),
         "seconds": clock.results(),
     }
-
-
-def precision_of(results: dict[str, Any]) -> str:
-    """The precision that a run had; results without it have what was asked for, never ``auto``."""
-    return results["resolved"].get("precision", results["config"]["precision"])
 
 
 def accuracy_csv(test: Matrices, buffer: Matrices, evaluated_after: list[int]) -> str:
@@ -318,7 +283,3 @@ def summary(results: dict[str, Any]) -> str:
                 f" {percent(results['untrained']['acc'][classifier][expert]):>14}{'   <- predict()' if main else ''}"
             )
     return "\n".join(lines)
-
-
-def _nan(row: list[float | None]) -> list[float]:
-    return [math.nan if v is None else v for v in row]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from mose_fast import evaluate
 from mose_fast.output import readable
 from mose_fast.runs.files import RunError, RunFolder, check_folders, write_atomically
-from mose_fast.runs.results import SCHEMA_VERSION, accuracy_csv, precision_of
+from mose_fast.runs.results import SCHEMA_VERSION, accuracy_csv
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams.kinds import Kind
 
@@ -133,7 +133,7 @@ COLUMNS: dict[str, Column] = {
     "images_kept": Column(int, "number of images kept at most", "kept.images"),
     "bytes_kept": Column(int, "bytes of all that was kept beside network and optimiser"),
     "device": Column(str, "device, cpu or cuda:N", "resolved.device"),
-    "card": Column(str | None, "GPU", compared="made"),
+    "gpu": Column(str | None, "GPU", compared="made"),
     "switched_off": Column(str, "native code that the self-check switched off, empty: none"),
     "processor": Column(str, "processor"),
     "threads": Column(int, "number of CPU threads"),
@@ -240,7 +240,7 @@ def _row(files: RunFolder, results: dict[str, Any], sha256: str) -> dict[str, An
         "tasks": len(results["tasks"]),
         "kind": str(Kind.of(config.stream)),
         "mirrored": int(results["resolved"]["mirror"]),
-        "precision": precision_of(results),
+        "precision": results["resolved"]["precision"],
         "switched_off": ", ".join(results["resolved"]["switched_off"]),
         "metrics": metrics,
         "bytes_kept": results["kept"]["bytes"] + results["kept"]["bytes_beside"],

@@ -15,25 +15,15 @@ from mose_fast.runs.listeners import Curves
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
-__all__ = ["WeightsAndBiases"]
-
 
 class WeightsAndBiases(Curves):
-    """Logs a run to Weights & Biases: losses every ``every`` batches, accuracies after every task,
-    ACC and forgetting at the end.
+    """Logs a run to a ``project`` of Weights & Biases: losses every ``every`` batches, accuracies
+    after every task, ACC and forgetting at the end; RunError if wandb is not installed.
 
     A run never depends on it: whatever fails there (no network, no account, a full disk) is one
     warning, and the run continues. Without WANDB_MODE and without an API key it works offline;
-    ``wandb sync`` uploads later. A resumed run continues the same W&B run, whose id is in the run's
-    folder.
-
-    Args:
-        project: The project's name at Weights & Biases.
-        folder: The run's folder, after which the W&B run is named; wandb writes to its ``wandb/``.
-        every: Batches between two points of the loss curves.
-
-    Raises:
-        RunError: wandb is not installed.
+    ``wandb sync`` uploads later. The W&B run is named after the run's ``folder``, which has its id,
+    so that a resumed run continues it, and wandb's own files in ``wandb/``.
     """
 
     def __init__(self, project: str, folder: str | Path, every: int = 10) -> None:
@@ -50,7 +40,8 @@ class WeightsAndBiases(Curves):
     def on_start(self, config: RunConfig, stream: Stream, learner: Learner, batch: int, batches: int) -> None:
         super().on_start(config, stream, learner, batch, batches)
         folder = self.folder.absolute()
-        mode = os.environ.get("WANDB_MODE") or ("online" if self._has_key() else "offline")
+        key = os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None)
+        mode = os.environ.get("WANDB_MODE") or ("online" if key else "offline")
 
         def begin() -> None:
             self._run = self.wandb.init(
@@ -74,9 +65,6 @@ class WeightsAndBiases(Curves):
         if self._run is not None:
             self._or_give_up(lambda: self._run.finish())
             self._run = None
-
-    def _has_key(self) -> bool:
-        return bool(os.environ.get("WANDB_API_KEY") or getattr(getattr(self.wandb, "api", None), "api_key", None))
 
     def _id(self) -> str:
         """The id of the folder's W&B run; a new one if there is none, as after ``--overwrite``."""

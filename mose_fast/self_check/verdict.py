@@ -95,14 +95,14 @@ def kind_of(device: torch.device) -> dict[str, str] | None:
     """What decides a verdict: library, code that calls it, GPU, driver and torch; None where no
     kernels run. It starts CUDA, but takes no memory of the GPU.
     """
-    if device.type != _loader.card():
+    if device.type != _loader.gpu():
         return None
     facts = (_loader.record or {}).get("library") or file_facts(Path(_loader.native.__file__))
     kind = {"library": facts["sha256"], "code": code_hash(), "torch": torch.__version__}
     if device.type == "cpu":
-        kind["card"] = f"a GPU emulated by {processor()}"
+        kind["gpu"] = f"a GPU emulated by {processor()}"
     else:
-        kind["card"] = torch.cuda.get_device_name(device)
+        kind["gpu"] = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
         kind |= {"capability": f"{major}.{minor}", "driver": _driver()}
     return kind
@@ -113,7 +113,7 @@ def settle(device: torch.device) -> Verdict | None:
     there is none: what failed is switched off, with one warning. Returns the verdict; None where no
     kernels run.
     """
-    if device.type != _loader.card():
+    if device.type != _loader.gpu():
         return None
     if os.environ.get(SWITCH) == "0":
         return Verdict("skipped")
@@ -123,7 +123,7 @@ def settle(device: torch.device) -> Verdict | None:
         verdict = _known[key] = _stored_or_new(device, kind)
         _loader.switch_off(verdict.off)
         # Last, since a program may have made warnings errors.
-        for text in _warnings(verdict, kind["card"]):
+        for text in _warnings(verdict, kind["gpu"]):
             warnings.warn(f"mose_fast: {text}", RuntimeWarning, stacklevel=4)
     return _known[key]
 
@@ -148,7 +148,7 @@ def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
             found = _read(kind)
             if found is None:
                 if sys.stderr is not None:
-                    told = f"mose_fast: the native library is new to {kind['card']}: checking its kernels, once"
+                    told = f"mose_fast: the native library is new to {kind['gpu']}: checking its kernels, once"
                     print(told, file=sys.stderr, flush=True)
                 found = _keep(_new(device, kind), kind)
     return found

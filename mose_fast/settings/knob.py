@@ -1,8 +1,5 @@
-"""How a setting is declared, and what follows from its declaration.
-
-:func:`knob` declares a field of a dataclass of settings; :func:`settings_of` reads the declarations
-of such a class. Validation, command-line flags, help, the JSON schema and the tables in the docs
-all come from there (docs/adding_a_setting.md).
+"""How a setting is declared, from which all else follows: validation, flags, help, the JSON schema
+and the tables in the docs (docs/adding_a_setting.md).
 """
 
 from __future__ import annotations
@@ -22,26 +19,6 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from mose_fast.errors import MoseFastError
-
-__all__ = [
-    "MASKED",
-    "ConfigError",
-    "Declared",
-    "Search",
-    "Setting",
-    "as_text",
-    "documented",
-    "is_masked",
-    "knob",
-    "meanings",
-    "near_matches",
-    "plain",
-    "settings_of",
-    "shown",
-    "usable_path",
-    "usual_name",
-    "whole_number",
-]
 
 
 class ConfigError(MoseFastError, ValueError):
@@ -113,7 +90,7 @@ def is_masked(value: Any) -> bool:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class of a module that is slow to import: of one that is not loaded, there is no object."""
+    """A class of a module that is slow to import; of one that is not loaded, there is no object."""
     return getattr(sys.modules.get(module), name, ())
 
 
@@ -243,7 +220,7 @@ class Setting:
         if value is None and self.none is not None:
             return None
         if self.choices is not None:
-            # An array is compared element by element, so it must not come to ``in``.
+            # An array must not come to ``in``, which would compare its elements.
             fits = isinstance(value, str | int) and not isinstance(value, bool) and value in self.choices
             wanted = f"one of {', '.join(map(repr, self.choices))}"
         elif self.type == "bool":
@@ -265,11 +242,10 @@ class Setting:
         # An integer of any size can be compared with a float, but not converted to one.
         fits = number and value < limit
         fits = fits and (self.low is None or value >= self.low) and (self.above is None or value > self.above)
+        fits = fits and (self.multiple == 1 or value % self.multiple == 0)
         wanted = "an integer" if self.type == "int" else "a number"
         bounds = [f"above {self.above}"] if self.above is not None else []
         bounds += [f"of at least {self.low}"] if self.low is not None else []
-        if fits and self.multiple > 1:
-            fits = value % self.multiple == 0
         bounds += [f"divisible by {self.multiple}"] if self.multiple > 1 else []
         # The limit of the type is named to those alone who exceed it.
         if self.below < math.inf or (number and value >= limit):
@@ -303,8 +279,7 @@ def knob(
     type: ``bool``, ``int``, ``float`` or ``str``.
 
     Args:
-        default, doc, source: See :class:`Setting`.
-        choices: The values it may have; as a mapping, with what each of them means.
+        default, doc, source, choices: See :class:`Setting`.
         compare: Whether configurations that differ in it are unequal.
         **rules: The other attributes of :class:`Setting`.
     """

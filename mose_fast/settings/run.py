@@ -41,38 +41,12 @@ from mose_fast.settings.knob import (
     usable_path,
 )
 
-__all__ = [
-    "CONTRASTIVE_TEMPERATURES",
-    "CURRENT_CLASSES",
-    "ENTRY_POINTS",
-    "LEARNING_RATES",
-    "METHOD_SETTINGS",
-    "RECIPES",
-    "REPLAY_FROM",
-    "WEIGHT_DECAYS",
-    "WITHOUT_BOUNDARIES",
-    "ConfigError",
-    "MethodOptions",
-    "MethodSettings",
-    "RunConfig",
-    "StreamConfig",
-    "knob",
-    "method_settings",
-    "near_matches",
-    "read_table",
-    "shown",
-    "takes_settings",
-]
-
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def read_table(path: Path, what: str) -> Any:
-    """The contents of a ``.toml`` or ``.json`` file; ConfigError if it cannot be read.
-
-    Args:
-        path: The file.
-        what: It is, for the message: ``the configuration``.
+    """The contents of a ``.toml`` or ``.json`` file, which is ``what``; ConfigError if it cannot be
+    read.
     """
     kind = "TOML" if path.suffix == ".toml" else "JSON"
     try:
@@ -85,9 +59,6 @@ def read_table(path: Path, what: str) -> Any:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {kind}: {error}") from error
 
-
-# What float32 holds.
-_FLOAT32_MOST = 3.4e38
 
 _problem = partial(knob, role="problem")
 _execution = partial(knob, role="execution")
@@ -292,8 +263,8 @@ class MethodOptions(Declared):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Adam divides by it in its first step.
-        if self.lr / (1 - self.beta1) > _FLOAT32_MOST:
+        # Adam divides by it in its first step; the most that float32 holds.
+        if self.lr / (1 - self.beta1) > 3.4e38:
             raise ConfigError(
                 f"options.lr is {self.lr!r} with options.beta1 {self.beta1!r}; wanted lr / (1 - beta1) within float32"
             )
@@ -339,13 +310,10 @@ class MethodSettings(NamedTuple):
 
     def preset(self, name: str | None) -> str:
         """The preset's name, None: the first; ConfigError if the method has no such preset."""
-        if name is None:
-            return next(iter(self.presets))
-        name = plain(name)
-        if not isinstance(name, str) or name not in self.presets:
-            raise ConfigError(
-                f"preset is {shown(name)}, which this method does not have{near_matches(name, list(self.presets))}"
-            )
+        known = list(self.presets)
+        name = known[0] if name is None else plain(name)
+        if not isinstance(name, str) or name not in known:
+            raise ConfigError(f"preset is {shown(name)}, which this method does not have{near_matches(name, known)}")
         return name
 
 
@@ -538,7 +506,6 @@ class RunConfig(Declared):
             stream: Name of a stream, a folder or file, a :class:`StreamConfig` or a mapping of its
                 fields.
             options: Fields of the method's options that differ from the preset.
-            method: Name of the method.
             **settings: The other fields of :class:`RunConfig`, and fields of the method's options,
                 which may be given by themselves: ``lr=0.01`` is ``options={"lr": 0.01}``.
 
@@ -581,19 +548,12 @@ class RunConfig(Declared):
         """The options that differ from what :attr:`preset` pins."""
         settings = method_settings(self.method)
         pinned = settings.options(**settings.presets[self.preset])
-        return {
-            f.name: getattr(self.options, f.name)
-            for f in dataclasses.fields(pinned)
-            if getattr(self.options, f.name) != getattr(pinned, f.name)
-        }
+        return {name: value for name, value in vars(self.options).items() if value != getattr(pinned, name)}
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
-        """Reads a ``.json`` or ``.toml`` file.
-
-        Raises:
-            ConfigError: The file is missing, is no valid JSON or TOML, or holds unusable settings;
-                the message names the file.
+        """Reads a ``.json`` or ``.toml`` file; ConfigError, which names it, if it is missing, is no
+        valid JSON or TOML, or holds unusable settings.
         """
         path = Path(path)
         values = read_table(path, "the configuration")
@@ -603,7 +563,6 @@ class RunConfig(Declared):
             raise ConfigError(f"{path}: {error}") from error
 
     def to_json(self) -> str:
-        """The configuration as JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
 
@@ -622,10 +581,8 @@ F = TypeVar("F", bound=Callable)
 
 def takes_settings(function: F) -> F:
     """Decorator of a function whose last parameter, ``**settings``, goes to
-    :meth:`RunConfig.create`.
-
-    The function's signature gets a parameter for each setting, with type and default, and
-    ``{settings}`` in its docstring becomes the list of what they mean.
+    :meth:`RunConfig.create`: its signature gets a parameter for each setting, and ``{settings}`` in
+    its docstring becomes the list of what they mean.
     """
     own = inspect.signature(function, eval_str=True)
     create = inspect.signature(RunConfig.create, eval_str=True).parameters

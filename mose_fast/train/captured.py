@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from mose_fast.device import CAPTURING
 from mose_fast.methods import Learner
 
-__all__ = ["CapturedSteps", "capture", "copied_into", "layout_of"]
-
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
@@ -40,33 +38,25 @@ _BROKEN: list[torch.cuda.CUDAGraph] = []
 
 class CapturedSteps:
     """Takes the steps of a learner on a GPU in place of its ``take_step``, with CUDA graphs if
-    possible and allowed.
+    ``capture`` allows it; all of them on the current stream, which must not be the default one.
 
     There is a graph for each layout of inputs that occurs twice. MOSE pads its steps to their
     largest number of rows if the kernels support it, so that a run needs two graphs: one for the
     first task and one for all later tasks. The first step of a layout runs eagerly and creates
     everything that outlives a step (the optimiser's moments, the libraries' handles). The second
     step is captured, which executes nothing, and then replayed like all later ones. All graphs
-    share one memory pool. All steps run on one stream, which is the current stream of every call
-    and must not be the default stream.
+    share one memory pool.
 
-    A capture that fails is tried once more. If that fails, too, for lack of memory or another
-    reason, the step and all later ones are taken eagerly, and one warning shows the reason with its
-    traceback. Nothing is lost: a capture changes no tensor, and PyTorch's allocator is left as if
-    there had been no capture.
-
-    Args:
-        learner: A learner on a GPU whose steps can be captured.
-        capture: If False, every step is taken eagerly, with the same inputs.
+    A capture that fails is tried once more. If that fails, too, the step and all later ones are
+    taken eagerly, and one warning shows the traceback. Nothing is lost: a capture changes no
+    tensor, and PyTorch's allocator is left as if there had been no capture.
 
     Attributes:
-        graphs: Number of graphs.
         replays: Number of steps that were replayed; the others were taken eagerly.
         retries: Number of captures that were tried once more.
         seconds: Time spent on capturing.
         obstacle: One line that says why steps are no longer captured; empty while they are.
-        traceback: The tracebacks of the errors that caused it, the first error first; empty if
-            nothing failed.
+        traceback: The tracebacks of the errors that caused it; empty if nothing failed.
     """
 
     def __init__(self, learner: Learner, *, capture: bool = True) -> None:
@@ -81,10 +71,11 @@ class CapturedSteps:
 
     @property
     def graphs(self) -> int:
+        """Number of graphs."""
         return len(self._graphs)
 
     def __call__(self, inputs: tuple) -> dict[str, Tensor]:
-        """Takes the step of a learner's ``inputs``; returns its losses by name, on the GPU."""
+        """Takes the step of these inputs; returns its losses by name, on the GPU."""
         key = layout_of(inputs)
         known = self._graphs.get(key)
         if known is None and key in self._met and not self.obstacle:
@@ -128,8 +119,7 @@ class CapturedSteps:
         return self._graphs.get(key)
 
     def _give_up(self, error: Exception) -> None:
-        # An error inside makes the capture fail, whose end then raises another error. The first
-        # one matters.
+        # An error inside makes the end of the capture raise another one. The first one matters.
         first: BaseException = error
         while (earlier := first.__cause__ or first.__context__) is not None:
             first = earlier
@@ -154,8 +144,7 @@ def capture(stream: torch.cuda.Stream, pool: Any = None) -> Iterator[torch.cuda.
     the capture, since what it frees may wait for the GPU.
 
     Up to 2.11, PyTorch does not tell its allocator that a capture has failed
-    (pytorch/pytorch#180395). The allocator then behaves as if it were still capturing: it never
-    frees memory that two streams have used, and ``empty_cache`` fails.
+    (pytorch/pytorch#180395), which then never frees memory that two streams have used.
 
     Args:
         stream: A stream that is not the default one; the captured work must have run on it before.

@@ -18,25 +18,23 @@ from torch import Tensor
 
 from mose_fast.device import deterministic, own_stream, upload
 from mose_fast.evaluate import AnytimeSample, TaskAccuracy, evaluate_learner
+from mose_fast.learner.saved import made_by
 from mose_fast.methods import Learner
 from mose_fast.runs.checkpoint import CheckpointWriter, Snapshot, load_checkpoint
 from mose_fast.runs.clock import Clock
 from mose_fast.runs.figure import accuracy_figure
 from mose_fast.runs.files import RunError, RunFolder
-from mose_fast.runs.identity import check_identity, identity
+from mose_fast.runs.identity import check_identity
 from mose_fast.runs.listeners import Listener, TensorBoard
 from mose_fast.runs.results import AccuracyTable, build_results
 from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, StopRequest, stop_request
 from mose_fast.streams import Stream
 from mose_fast.streams.draws import draw_order
-from mose_fast.train.losses import Taken
-from mose_fast.train.pipeline import Batch, Pipeline, incoming, resident
+from mose_fast.train.pipeline import Batch, Pipeline, Taken, incoming, resident
 
-__all__ = ["Loop", "TrainingDiverged"]
-
-# Purpose word for the random order in which the final memory is rehearsed: above the words of the
-# tasks' orders, below that of the class order.
+# Purpose word for the random order of rehearsals of the final memory: above the words of the tasks'
+# orders, below that of the class order.
 _REHEARSAL_ORDER = 2**62
 
 # Number of losses that a message on divergence shows.
@@ -50,13 +48,8 @@ class TrainingDiverged(RunError):
 
 
 class Loop:
-    """A run in progress. Its state is the learner, ``position`` and ``records``.
-
-    Args:
-        config, stream, clock: The run's.
-        learner: The learner; untrained, or about to be restored.
-        folder: Folder for results and checkpoints; None writes nothing.
-        listeners: They are notified of every step, task and evaluation.
+    """A run in progress, with an untrained learner or one that :meth:`restore` restores; without a
+    ``folder`` it writes nothing.
 
     Attributes:
         position: The next batch: ``task`` (the part of the stream), epoch and number within the
@@ -83,17 +76,17 @@ class Loop:
         clock: Clock,
     ) -> None:
         self.config, self.stream, self.learner, self.folder = config, resident(stream, learner.device), learner, folder
-        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events, own=True)]
+        self.listeners = [*listeners] if folder is None else [*listeners, TensorBoard(folder.events)]
         self.joint = config.train_on == "final_memory"
-        #: The stream that the learner sees: the upper bound sees the images of all tasks shuffled
-        #: into one task.
+        # What the learner sees: the upper bound, the images of all tasks shuffled into one task.
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
-        self.records: dict[str, Any] = {"test": {}, "buffer": {}, "evaluated_after": [], "resumed": 0}
-        self.records |= {"replayed": 0, "retries": 0}
-        self.records |= {"confusion": [], "confusion_by_class": [], "anytime": None}
-        points = None if stream.has_boundaries else {"images_seen": [], "classes_seen": []}
-        self.records["evaluation_points"] = points
+        self.records: dict[str, Any] = {
+            **{"resumed": 0, "replayed": 0, "retries": 0},
+            **{"test": {}, "buffer": {}, "evaluated_after": [], "confusion": [], "confusion_by_class": []},
+            "anytime": None,
+            "evaluation_points": None if stream.has_boundaries else {"images_seen": [], "classes_seen": []},
+        }
         self.table = None if folder is None else AccuracyTable(folder.accuracy)
         self.sample = None
         if config.evaluate_every is not None:
@@ -103,7 +96,9 @@ class Loop:
         self.clock = clock
         self.pipeline = Pipeline(learner, clock)
         self.writer = None if folder is None else CheckpointWriter(folder.checkpoints, learner.device)
-        self.identity = identity(config, learner)
+        # What checkpoints and results note about how a run was made; ConfigError if the method's
+        # files were edited after they had been imported.
+        self.identity = {"config": config.to_dict(), **made_by(learner)}
         self.last_losses: deque[float] = deque(maxlen=_REMEMBERED_LOSSES)
 
     def run(self) -> dict[str, Any]:
@@ -184,7 +179,6 @@ class Loop:
         self._notify("on_batch", self.position["done"], losses)
 
     def _diverge(self, taken: Taken, losses: dict[str, float]) -> None:
-        """Undoes a step whose loss is not finite, saves the state before it and raises."""
         exact = self.pipeline.undo(taken)
         self.position = taken.position
         shown = ", ".join(f"{name} {value:g}" for name, value in losses.items())
@@ -204,8 +198,8 @@ class Loop:
     # Evaluations
 
     def _evaluate_between(self, part: int, stop: StopRequest) -> None:
-        """Evaluates on the sample before the next batch of a part, unless the end of the part
-        before, or the run before it was resumed, has done it.
+        """Evaluates on the sample, unless the end of the part before, or the run before it was
+        resumed, has done it.
         """
         if self.position["done"] in (0, *self.records["anytime"]["batch"][-1:]):
             return
@@ -277,9 +271,7 @@ class Loop:
     @contextmanager
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
         """A context in which the end of a task, which may train and evaluate for minutes, can be
-        stopped between two steps.
-
-        The resumed run repeats the end of the task, so the checkpoint has the state before it.
+        stopped between two steps. The resumed run repeats it from the state before it.
         """
         state = None if self.writer is None else self._state()
 
@@ -371,7 +363,6 @@ class Loop:
                 self.writer.wait()
 
     def restore(self, checkpoint: Path) -> None:
-        """Restores the state from a checkpoint of this run."""
         tensors, values = load_checkpoint(checkpoint)
         check_identity(values["identity"], self.identity, checkpoint)
         try:

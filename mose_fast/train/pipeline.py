@@ -1,7 +1,5 @@
-"""The pipeline from batches to losses: it plans batches ahead, takes their steps in order and reads
-their losses late.
-
-Runs and benchmarks both use it, so that benchmarks measure the code that runs execute.
+"""The pipeline from batches to losses, of runs and of benchmarks: it plans batches ahead, takes
+their steps in order and reads their losses late.
 """
 
 from __future__ import annotations
@@ -19,10 +17,7 @@ from mose_fast.methods import Learner, Prepared
 from mose_fast.runs.clock import Clock
 from mose_fast.streams import Stream
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.losses import LossReader, Taken
 from mose_fast.train.ring import Ring
-
-__all__ = ["Batch", "Pipeline", "incoming", "resident"]
 
 
 class Batch(NamedTuple):
@@ -32,6 +27,79 @@ class Batch(NamedTuple):
 
     position: dict[str, int]
     content: Callable[[], dict[str, Any]] | Tensor
+
+
+#: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
+#: GPU, and so how long Ctrl-C takes.
+OUTSTANDING = 8
+
+# Largest number of losses of a step.
+_WIDTH = 16
+
+
+class Taken(NamedTuple):
+    """A step that was taken: its batch, the run's position before it, how many steps of the batch
+    were replayed from a graph, and how many captures were tried once more.
+    """
+
+    prepared: Prepared
+    position: dict[str, int]
+    replayed: int = 0
+    retries: int = 0
+
+
+class _Unread(NamedTuple):
+    taken: Taken
+    names: tuple[str, ...]
+    values: Tensor | dict[str, float] | None
+    arrived: torch.cuda.Event | None
+
+
+class LossReader:
+    """Reads losses in the order of their steps: at once, or, if a learner's losses are read late,
+    from copies to pinned memory while later steps are launched.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self._device = learner.device if learner.reads_losses_late else None
+        self._waiting: deque[_Unread] = deque()
+        if self._device is not None:
+            self._host = torch.empty(OUTSTANDING, _WIDTH, pin_memory=True)
+            self._row = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, taken: Taken, losses: dict[str, Tensor] | None) -> None:
+        """Adds a step and its losses; None if nothing was trained."""
+        if losses is None or self._device is None:
+            values = losses and {name: float(value) for name, value in losses.items()}
+            self._waiting.append(_Unread(taken, (), values, None))
+            return
+        row = self._host[self._row][: len(losses)]
+        self._row = (self._row + 1) % OUTSTANDING
+        row.copy_(torch.stack(list(losses.values())), non_blocking=True)
+        arrived = torch.cuda.current_stream(self._device).record_event()
+        self._waiting.append(_Unread(taken, tuple(losses), row, arrived))
+
+    def drain(self, *, wait: bool = False) -> Iterator[tuple[Taken, dict[str, float] | None]]:
+        """Yields each step once whose losses have arrived, the oldest first. Without ``wait``, it
+        waits only if there is no room for another step.
+        """
+        while self._waiting:
+            taken, names, values, arrived = self._waiting[0]
+            if arrived is not None and not arrived.query():
+                if not wait and len(self._waiting) < OUTSTANDING:
+                    return
+                arrived.synchronize()
+            self._waiting.popleft()
+            yield taken, dict(zip(names, values.tolist(), strict=True)) if isinstance(values, Tensor) else values
+
+    def drop(self) -> list[Taken]:
+        """Forgets the steps that :meth:`drain` has not yielded; returns them, the oldest first."""
+        dropped = [waiting.taken for waiting in self._waiting]
+        self._waiting.clear()
+        return dropped
 
 
 class Pipeline:
@@ -54,24 +122,17 @@ class Pipeline:
         self._planned: deque[dict[str, int]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[tuple[Taken, dict[str, float] | None]]:
-        """Learns from batches in order; yields each step once its losses have arrived, with these
-        by name, or None if nothing was trained.
-
-        Steps are taken while the result is iterated. Only these batches are planned, so that no
-        plan is left at the end.
+        """Learns from batches in order, while the result is iterated; yields each step once its
+        losses have arrived, with these by name, or None if nothing was trained. Only these batches
+        are planned, so that no plan is left at the end.
         """
         self.ring.synchronise()
         coming = iter(batches)
-        more = True
         while True:
             with self.clock.timed("train"):
-                while more and not self.ring.full:
-                    batch = next(coming, None)
-                    if batch is None:
-                        more = False
-                    else:
-                        self.ring.put(batch.content)
-                        self._planned.append(batch.position)
+                while not self.ring.full and (batch := next(coming, None)) is not None:
+                    self.ring.put(batch.content)
+                    self._planned.append(batch.position)
                 if not len(self.ring):
                     break
                 self._take(self.ring.take(), self._planned.popleft())
@@ -105,7 +166,6 @@ class Pipeline:
         return self.ring.undo(taken.prepared)
 
     def close(self) -> None:
-        """Ends its threads; no step can be taken afterwards."""
         self.ring.close()
 
     def _take(self, prepared: Prepared, position: dict[str, int]) -> None:
@@ -131,10 +191,12 @@ def incoming(
     # The images' numbers go to the images' device in one transfer; a transfer for each batch would
     # wait for the GPU each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
-    return [
-        partial(_arguments, stream, task, rows, there, train, store)
-        for rows, there in zip(batches, numbers, strict=True)
-    ]
+
+    def arguments(rows: Tensor, there: Tensor) -> dict[str, Any]:
+        x, y = stream.x_train[there], stream.y_train[rows]
+        return {"x": x, "y": y, "task": task, "index": there, "train": train, "store": store}
+
+    return [partial(arguments, rows, there) for rows, there in zip(batches, numbers, strict=True)]
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
@@ -143,14 +205,3 @@ def resident(stream: Stream, device: torch.device) -> Stream:
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes
     return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream
-
-
-def _arguments(stream: Stream, task: int, rows: Tensor, numbers: Tensor, train: bool, store: bool) -> dict[str, Any]:
-    return {
-        "x": stream.x_train[numbers],
-        "y": stream.y_train[rows],
-        "task": task,
-        "index": numbers,
-        "train": train,
-        "store": store,
-    }

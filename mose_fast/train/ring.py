@@ -1,10 +1,10 @@
-"""A ring of planned batches that wait for their step."""
+"""A ring of planned batches that wait for their step, and the thread that makes their views."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,13 +13,67 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mose_fast.methods import Learner, Prepared, ViewsToCome, WholeBatch
-from mose_fast.train.feeder import Feeder, Views
-
-__all__ = ["DEPTH", "Ring"]
 
 #: Largest number of batches that are planned ahead. A plan takes a fraction of a step's time, so a
 #: few are enough to hide it.
 DEPTH = 4
+
+
+class Views(NamedTuple):
+    """Views, and on a GPU an event recorded after the work that makes them; None on the CPU."""
+
+    tensor: Tensor
+    made: torch.cuda.Event | None
+
+
+class Feeder:
+    """Calls functions that make views, in order, on one thread; on a GPU also on one stream, which
+    waits for each function's input.
+
+    Each function makes the views of one step, independently of earlier calls, so that requests can
+    be dropped. The thread starts with the first function.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # PyTorch has a number of threads for each thread; this one uses its creator's.
+        self._thread = ThreadPoolExecutor(1, "mose-fast views", torch.set_num_threads, (torch.get_num_threads(),))
+        self._stream: torch.cuda.Stream | None = None
+
+    def put(self, make: Callable[[], Tensor], reads: Iterable[Tensor]) -> Future[Views]:
+        """Requests views from ``make``, after everything launched on the current stream so far.
+        ``reads``: all tensors on a GPU that it reads, written on the current stream.
+        """
+        if self._device.type != "cuda":
+            return self._thread.submit(self._make, make, None)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        for tensor in reads:
+            # Its memory must not be reused while the feeder still reads it.
+            tensor.record_stream(self._stream)
+        return self._thread.submit(self._make, make, torch.cuda.current_stream(self._device).record_event())
+
+    def take(self, views: Future[Views]) -> Tensor:
+        """The views, ready for use on the current stream; raises what went wrong. The host waits
+        until the work that makes them is launched; on the CPU, until they are made.
+        """
+        tensor, made = views.result()
+        if made is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(made)
+            tensor.record_stream(stream)
+        return tensor
+
+    def close(self) -> None:
+        """Drops waiting requests, finishes the current one and ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make(self, make: Callable[[], Tensor], ready: torch.cuda.Event | None) -> Views:
+        if ready is None:
+            return Views(make(), None)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            return Views(make(), self._stream.record_event())
 
 
 class _Planned(NamedTuple):
@@ -29,7 +83,8 @@ class _Planned(NamedTuple):
 
 
 class Ring:
-    """Prepares batches in order, up to ``depth`` ahead, and hands them out in the same order.
+    """Prepares batches in order, up to ``depth`` ahead (one at a time if the learner does not plan
+    ahead), and hands them out in the same order.
 
     On a GPU, a learner that plans ahead does so on a stream of its own. :meth:`take` makes the
     current stream wait for the batch through an event outside any graph; the host does not wait.
@@ -38,11 +93,6 @@ class Ring:
 
     A :class:`Feeder` makes the views that a step does not make itself (those of DALI), as far ahead
     as the plans.
-
-    Args:
-        learner: The learner that prepares the batches. If it does not plan ahead, it prepares one
-            at a time.
-        depth: Largest number of batches ahead.
     """
 
     def __init__(self, learner: Learner, depth: int = DEPTH) -> None:
@@ -60,7 +110,6 @@ class Ring:
 
     @property
     def full(self) -> bool:
-        """Whether the ring has no room for another batch."""
         waiting = self._waiting
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
@@ -109,8 +158,7 @@ class Ring:
         """Undoes a batch whose step was taken (:meth:`mose_fast.methods.Prepared.undo`). Undo the
         newest first, after all batches that were not taken.
         """
-        # It asks the model whether the step changed anything, and later steps may still run on the
-        # current stream.
+        # It asks the model whether the step changed anything, and later steps may still run.
         self.synchronise()
         with self._on_stream():
             return taken.undo()

@@ -151,7 +151,7 @@ def main() -> int:
     def tell(**message: Any) -> None:
         print(json.dumps(message), file=pipe, flush=True)
 
-    device, small = torch.device(wanted["device"]), _loader.card() == "cpu"
+    device, small = torch.device(wanted["device"]), _loader.gpu() == "cpu"
     torch.set_num_threads(1 if small else torch.get_num_threads())
     set_precision("fp32")
     try:

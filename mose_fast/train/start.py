@@ -25,8 +25,6 @@ from mose_fast.streams.kinds import Kind
 from mose_fast.streams.registry import check_fingerprint
 from mose_fast.train.loop import Loop
 
-__all__ = ["resume", "run"]
-
 # Whichever thread is in a run has it.
 _running = threading.RLock()
 
@@ -121,8 +119,7 @@ def resume(
     Args:
         out: The run's folder.
         stream: The stream, where it was given to :func:`run`.
-        listeners: Listeners, which are notified of what happens.
-        whole_process: See :func:`run`.
+        listeners, whole_process: See :func:`run`.
 
     Raises:
         RunError: There is no run in the folder, it is finished already, another process works in
@@ -137,11 +134,9 @@ def resume(
 
 @contextmanager
 def _only_run() -> Iterator[None]:
-    """Refuses a run while another thread of the process is in one.
-
-    They would share PyTorch's random state, from which weights are initialised, its switches for
-    precision and determinism, and on a GPU its streams: a launch of one run could end up in a
-    graph that the other captures.
+    """Refuses a run while another thread of the process is in one. They would share PyTorch's
+    random state, its switches for precision and determinism, and on a GPU its streams: a launch of
+    one run could end up in a graph that the other captures.
     """
     if not _running.acquire(blocking=False):
         raise RunError(
@@ -175,7 +170,6 @@ def _resume(folder: RunFolder, stream: Stream | None, listeners: list[Listener],
 
 
 def _described(stream: Stream) -> dict[str, Any]:
-    """The settings of a stream that was made by hand."""
     described = {"name": stream.name, "batch": stream.batch}
     if stream.held_out is not None:
         described |= {"validation": stream.held_out.share, "validation_seed": stream.held_out.seed}
@@ -214,7 +208,6 @@ def _learner(config: RunConfig, stream: Stream) -> Learner:
 
 
 def _warn_of_memory(config: RunConfig, stream: Stream) -> None:
-    """Warns of a memory that is thin for the stream's classes, or that holds all of the stream."""
     images = sum(map(stream.count_images, range(stream.parts)))
     if config.memory < 2 * stream.classes:
         text = (

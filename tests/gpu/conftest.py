@@ -1,7 +1,7 @@
 """What the tests of this folder run on: a CUDA GPU, or an emulated one
 (``MOSE_FAST_BACKEND=emulated``, docs/building.md).
 
-A test file takes its device from ``_loader.card()``, its sizes from the fixture ``card``, and marks
+A test file takes its device from ``_loader.gpu()``, its sizes from the fixture ``card``, and marks
 tests that an emulated GPU cannot run by ``@pytest.mark.needs("streams")`` or another word of
 :data:`LACKS`. On a GPU, sizes are what the tests say and nothing is left out.
 
@@ -36,11 +36,11 @@ LEFT_OUT = "an emulated card lacks "
 
 def obstacle() -> str | None:
     """Why no test of this folder can run; None if they can."""
-    if _loader.card() == "cpu":
+    if _loader.gpu() == "cpu":
         return None
     if not torch.cuda.is_available():
         return "there is no CUDA card, and the native library emulates none"
-    return None if _loader.card() == "cuda" else "the native library has no CUDA code"
+    return None if _loader.gpu() == "cuda" else "the native library has no CUDA code"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=missing))
         for mark in item.iter_markers("needs"):
             (need,) = mark.args
-            if _loader.card() == "cpu":
+            if _loader.gpu() == "cpu":
                 item.add_marker(pytest.mark.skip(reason=f"{LEFT_OUT}{need}: {LACKS[need]}"))
             elif need not in LACKS:
                 raise pytest.UsageError(f"{item.nodeid} needs {need!r}; wanted one of {', '.join(LACKS)}")
@@ -110,7 +110,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 class Card:
     """The GPU of these tests."""
 
-    emulated = _loader.card() == "cpu"
+    emulated = _loader.gpu() == "cpu"
 
     def few(self, count: int, most: int = 5) -> int:
         """``count`` on a GPU; at most ``most`` on an emulated one, where a pixel takes as long as

@@ -14,7 +14,7 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.adam import adam_step
 from mose_fast.optim import FlatAdam
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 
 def make(width=8, device=DEVICE, **options):

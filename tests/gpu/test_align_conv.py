@@ -19,7 +19,7 @@ from mose_fast.reference.batch_norm import norm_state, normalised
 from mose_fast.self_check.problems import AlignConv, Shape
 from tests.gpu.comparison import check, results
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

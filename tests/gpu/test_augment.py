@@ -14,7 +14,7 @@ from mose_fast.ops.augment_parameters import draw_augment_parameters
 from mose_fast.reference import augment as reference
 from mose_fast.self_check.problems import make_step
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 

@@ -20,7 +20,7 @@ from mose_fast.reference import batch_norm_act as reference
 from mose_fast.self_check.problems import FORMS, BatchNormAct
 from tests.gpu.comparison import check, results
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STAGES = ((64, 32), (128, 16), (256, 8), (512, 4))

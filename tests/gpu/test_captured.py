@@ -22,7 +22,7 @@ from mose_fast.streams import create
 from mose_fast.train import Interrupted, Listener, TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from mose_fast.train.losses import LossReader, Taken
+from mose_fast.train.pipeline import LossReader, Taken
 from mose_fast.train.ring import Ring
 
 pytestmark = pytest.mark.needs("graphs")

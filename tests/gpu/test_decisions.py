@@ -12,7 +12,7 @@ from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 from mose_fast.self_check.problems import make_batch, make_memory
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 RECIPE = Recipe(
     mirror_p=0.5, gray_p=0.2, area_low=0.2, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1

@@ -11,7 +11,7 @@ from mose_fast import _loader
 from mose_fast.ops.expert_losses import contrastive_loss, expert_losses, masked_cross_entropy
 from mose_fast.reference import expert_losses as reference
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,12 +13,11 @@ from mose_fast.methods import create_learner
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, run
 from mose_fast.train import pipeline as pipeline_module
-from mose_fast.train.feeder import Feeder
-from mose_fast.train.ring import Ring
+from mose_fast.train.ring import Feeder, Ring
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 

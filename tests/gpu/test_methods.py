@@ -15,7 +15,7 @@ from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 # Kernels serve channels in multiples of 8. Few images, since an emulated GPU is slow; the memory
 # overflows in the third batch.

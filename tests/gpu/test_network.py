@@ -15,7 +15,7 @@ from mose_fast import _loader
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from mose_fast.ops.norm_pool import norm_pool
 from mose_fast.self_check.problems import NormPool
 from tests.gpu.comparison import check, results
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (383, 512, 8, 8), (5, 72, 3, 5)]

@@ -26,7 +26,7 @@ from mose_fast.reference import batch_norm_act as plain_batch_norm_act
 from mose_fast.reference import expert_losses as plain_losses
 from mose_fast.reference import norm_pool as plain_norm_pool
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 NAN, INFINITY = float("nan"), float("inf")
 SPOILS = (NAN, INFINITY, -INFINITY)

@@ -8,7 +8,7 @@ import torch
 from mose_fast import _loader
 from mose_fast.ops.null import null
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 
 @pytest.mark.parametrize("count", [0, 1, 257, 65535 * 256 + 1])  # the last takes a second turn of the grid-stride loop

@@ -15,7 +15,7 @@ from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.reference import align_conv as plain_align_conv
 from mose_fast.reference import batch_norm as plain_norm
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 DTYPES = (torch.float32, torch.bfloat16)
 

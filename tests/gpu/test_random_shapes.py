@@ -40,7 +40,7 @@ from mose_fast.reference import expert_losses as plain_losses
 from mose_fast.reference import norm_pool as plain_norm_pool
 from mose_fast.reference import reservoir as plain_reservoir
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 CASES = 200
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

@@ -15,7 +15,7 @@ from mose_fast.ops.batch_norm_act import batch_norm_act, norm_state
 from mose_fast.ops.batch_norm_pool import batch_norm_pool
 from mose_fast.ops.norm_pool import norm_pool
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 IMAGES, CHANNELS, SIDE = 3, 16, 4
 
 

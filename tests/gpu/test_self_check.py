@@ -27,7 +27,7 @@ from mose_fast.self_check.verdict import switched_off
 from mose_fast.train.self_check import parts, step_rows
 from tests.paths import ROOT
 
-DEVICE = _loader.card()
+DEVICE = _loader.gpu()
 
 
 @pytest.fixture(autouse=True)

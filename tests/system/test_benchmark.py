@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import shutil
+from functools import partialmethod
 
 import pytest
 import torch
@@ -40,19 +40,11 @@ def test_the_step_by_itself_is_measured():
     assert report.evaluation is None
 
 
-@pytest.mark.slow
-def test_the_loop_is_measured_by_feed():
-    report = benchmark(SMALL, classes=4, seconds=0.3, only="loop: plain")
-    (row,) = report.rows
-    assert row.views == 72
-    assert 0 < row.milliseconds < 5000
-
-
 def test_an_evaluation_is_measured():
     report = benchmark(SMALL, classes=4, seconds=0.1, only="evaluation")
     assert report.rows == ()
-    assert report.evaluated == 80 + 156  # the memory, and 10,000 test images scaled by the width
-    assert report.evaluation > 0
+    assert report.evaluation.views == 80 + 156  # the memory, and 10,000 test images scaled by the width
+    assert report.evaluation.milliseconds > 0
     assert "evaluation of 236 images" in report.text()
 
 
@@ -143,9 +135,10 @@ def test_an_evaluation_that_fails_is_a_line(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_compiled_baseline_runs():
-    if shutil.which("c++") is None:
-        pytest.skip("torch.compile needs a C++ compiler")
+def test_the_compiled_baseline_runs(monkeypatch):
+    """Traced as by default, without code from Inductor, which takes minutes on a CPU."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(compile_module, backend="aot_eager"))
     report = benchmark(SMALL, classes=4, seconds=0.05, only="torch.compile, eager")
     (row,) = report.rows
     assert row.milliseconds > 0, row.note
@@ -154,8 +147,8 @@ def test_the_compiled_baseline_runs():
 
 def test_rates_are_those_of_forward_and_backward():
     row = Row("a", views=100, milliseconds=50.0, p20=49.0, p80=52.0, peak=3_000_000)
-    absent = Row("b", 0, None, None, None, None, "why not")
-    report = Report("card", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None, 0)
+    absent = Row("b", note="why not")
+    report = Report("GPU", SMALL, 10**9, Ceilings(24.0, 100.0), (row, absent), None)
     # 100 images of 10^9 multiply-accumulates, two operations each, backward twice the forward: 6 *
     # 10^11 in 0.05 s.
     assert report.tflops(row) == pytest.approx(12.0)
@@ -195,19 +188,8 @@ def test_other_methods_are_refused():
 
 
 def test_the_command_prints_a_table_and_writes_its_rows(capsys, tmp_path):
-    arguments = [
-        "bench",
-        "--device",
-        "cpu",
-        "--width",
-        "1",
-        "--memory",
-        "80",
-        "--seconds",
-        "0.1",
-        "--only",
-        "plain PyTorch, eager",
-    ]
+    arguments = ["bench", "--device", "cpu", "--width", "1", "--memory", "80", "--seconds", "0.1"]
+    arguments += ["--only", "plain PyTorch, eager"]
     settings = ["--set", "buffer_batch=6", "--set", "new_extra=2"]
     assert main([*arguments, *settings, "--csv", str(tmp_path / "bench.csv")]) == 0
     out, err = capsys.readouterr()

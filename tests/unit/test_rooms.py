@@ -54,14 +54,6 @@ def test_the_page_names_every_room_and_every_file():
     assert len(named) > 20 and [name for name in named if not any((home / name).exists() for home in homes)] == []
 
 
-def test_an_upward_import_is_seen():
-    late = "def f():\n    from mose_fast.train.loop import Loop"
-    assert upward(late, "methods") == {"train"}
-    assert upward("import mose_fast.app.cli", "train") == {"app"}
-    assert upward("from mose_fast import ops", "reference") == {"ops"}
-    assert upward("if TYPE_CHECKING:\n    from mose_fast.train import run", "methods") == {"train"}
-
-
 def imported_modules(path: Path) -> set[Path]:
     """The files of this package's modules that a file imports anywhere, for types too."""
     names = set()

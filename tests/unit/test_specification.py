@@ -83,31 +83,15 @@ def test_every_citation_names_a_page_and_a_section_that_exist(folder):
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_citations_are_found():
-    """Thirty modules of the package cite it."""
-    cited = [
-        path for path in (ROOT / "mose_fast").rglob("*.py") if "docs/specification/" in path.read_text(encoding="utf-8")
-    ]
-    assert len(cited) >= 30
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("docs/specification/baselines.md sections 0.2 and 0.9", ["baselines.md: there is no section 0.9"]),
-        ("docs/specification/baselines.md\n  # appendix G.99", ["baselines.md: there is no section G.99"]),
         ("[mose.md](mose.md), sections 3, 44 and 8", ["mose.md: there is no section 44"]),
-        ("docs/specification/gsa.md section 1", ["gsa.md: there is no such page"]),
     ],
 )
 def test_a_wrong_citation_is_seen(text, expected):
     assert wrong_citations(text) == expected
-
-
-def test_a_page_outside_the_repository_is_seen():
-    named = "mose.md section 5, kernels.md, ../shared/design/layout.md, docs/performance.md"
-    assert pages_outside(named, ROOT / "mose_fast") == ["mose.md", "kernels.md", "../shared/design/layout.md"]
-    assert pages_outside("performance.md", ROOT / "docs") == []
 
 
 @pytest.mark.parametrize("page", SECTIONS)

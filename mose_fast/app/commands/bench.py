@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mose_fast.app.flags import add_flags, command, read_settings
 
-__all__ = ["add"]
-
 # It chooses or varies the other settings itself.
 _BENCHED = ("stream.batch", "preset", "memory", "width", "device", "precision")
 

@@ -10,8 +10,6 @@ from mose_fast.app.flags import command
 from mose_fast.app.shown import caution
 from mose_fast.runs.files import check_folders
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     gather = command(

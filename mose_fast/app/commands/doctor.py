@@ -6,8 +6,6 @@ import argparse
 
 from mose_fast.app.flags import command
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     doctor = command(

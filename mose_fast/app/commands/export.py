@@ -8,8 +8,6 @@ import json
 from mose_fast.app.flags import command
 from mose_fast.runs.files import RunError, RunFolder
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     export = command(

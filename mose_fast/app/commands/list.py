@@ -10,8 +10,6 @@ from mose_fast.learner.named_settings import all_settings
 from mose_fast.settings.knob import as_text
 from mose_fast.settings.run import ConfigError
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     listing = command(

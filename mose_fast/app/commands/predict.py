@@ -11,8 +11,6 @@ from mose_fast.app.flags import command
 from mose_fast.errors import MoseFastError
 from mose_fast.export.card import read_card
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     predict = command(commands, "predict", _act, prints_result=True, help="classify image files with an export")

@@ -8,8 +8,6 @@ import sys
 from mose_fast.app.flags import command
 from mose_fast.runs.files import check_folders
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     page = command(commands, "report", _act, help="one page of tables and figures from many runs")

@@ -9,8 +9,6 @@ from mose_fast.app.flags import add_wandb, command, loggers
 from mose_fast.app.shown import follow
 from mose_fast.runs.files import RunFolder
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     resume = command(commands, "resume", _act, help="continue an interrupted run")

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from mose_fast.app.flags import add_flags, add_wandb, command, loggers, read_settings
 from mose_fast.app.shown import follow
-from mose_fast.settings.run import RunConfig
-
-__all__ = ["add"]
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -38,12 +35,9 @@ def _act(arguments: argparse.Namespace) -> int:
     from mose_fast import train
 
     given = vars(arguments)
-    out = Path(given["out"]) if "out" in given else _default_folder(config)
+    stream, method = Path(config.stream.name).stem, Path(config.method).stem
+    usual = Path("runs") / f"{stream}-{method}-{config.preset}-m{config.memory}-s{config.seed}"
+    out = Path(given.get("out", usual))
     listeners = loggers(arguments, out)
     how = {"out": out, "overwrite": given.get("overwrite", False), "whole_process": True}
     return follow(out, lambda shown: train.run(config, **how, listeners=[shown, *listeners]))
-
-
-def _default_folder(config: RunConfig) -> Path:
-    stream, method = Path(config.stream.name).stem, Path(config.method).stem
-    return Path("runs") / f"{stream}-{method}-{config.preset}-m{config.memory}-s{config.seed}"

@@ -21,7 +21,7 @@ from mose_fast.runs.store import read_run
 __all__ = ["FinishedRun", "FinishedRuns", "Measured", "place"]
 
 # What the list of runs needs of the results: the matrices of a hundred tasks are large.
-_FACTS = ("seconds", "card", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
+_FACTS = ("seconds", "gpu", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
 
 
 class FinishedRun(NamedTuple):
@@ -138,7 +138,7 @@ class FinishedRuns:
 
 def place(results: Results) -> str:
     """The GPU or the processor and its threads that a run had."""
-    return results["card"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
+    return results["gpu"] or f"{results['processor']}, {counted(results['threads'], 'thread')}"
 
 
 def _by_run(entry: Entry, runs: Sequence[FinishedRun]) -> dict[tuple[int, str], float]:

@@ -16,7 +16,6 @@ from mose_fast.present.page import fill
 from mose_fast.present.published import RUNS
 from mose_fast.present.statistics import Summary, code_warnings, summarise
 from mose_fast.present.table import Cell, Interval, Number, Spread, Table, cell_text
-from mose_fast.runs.results import precision_of
 from mose_fast.settings.knob import as_text
 
 __all__ = ["MARK", "Section", "cautions", "listing", "overview", "text_page", "web_page"]
@@ -206,7 +205,8 @@ def _provenance(runs: Sequence[FinishedRun]) -> list[str]:
         f"commit: {values(lambda run: run['commit'])}; native library: {values(lambda run: run['native_backend'])}",
         f"versions: {'; '.join(versions)}",
         f"data: {values(lambda run: run['config']['stream'].get('fingerprint') or 'of runs before fingerprints')}",
-        f"precision: {values(precision_of)}; deterministic: {values(lambda run: run['config']['deterministic'])}",
+        f"precision: {values(lambda run: run['resolved']['precision'])};"
+        f" deterministic: {values(lambda run: run['config']['deterministic'])}",
     ]
 
 

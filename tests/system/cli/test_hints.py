@@ -8,8 +8,6 @@ import pytest
     ("arguments", "line"),
     [
         (("run", "--lr", "0.1"), "mose-fast run: --lr is not an argument; wanted --set lr=VALUE"),
-        (("run", "--lr=0.1"), "mose-fast run: --lr is not an argument; wanted --set lr=VALUE"),
-        (("run", "--learning-rate", "0.1"), "mose-fast run: --learning-rate is not an argument; wanted --set lr=VALUE"),
         (
             ("sweep", "--out", "x", "--learning_rate", "1"),
             "mose-fast sweep: --learning_rate is not an argument; wanted --set lr=VALUE",

@@ -35,10 +35,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals_act")
-@pytest.mark.parametrize(
-    ("number", "says"),
-    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM"), (signal.SIGHUP, "ended by SIGHUP")],
-)
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
 def test_signal_and_resume_give_the_unbroken_result(tmp_path, tiny, finished, capsys, number, says):
     folder = tmp_path / "a run"
     command = [sys.executable, "-c", _PROGRAM, "run", *tiny, "--out", str(folder)]

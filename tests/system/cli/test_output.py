@@ -55,26 +55,14 @@ def data(tmp_path_factory):
 
 
 def arguments(data, out):
-    return [
-        "run",
-        "--stream",
-        str(data),
-        "--tasks",
-        "2",
-        "--width",
-        "1",
-        "--memory",
-        "64",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    settings = ["--tasks", "2", "--width", "1", "--memory", "64", "--device", "cpu"]
+    return ["run", "--stream", str(data), *settings, "--out", str(out)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["stdout", "stderr"])
-@pytest.mark.parametrize("make", STREAMS)
+@pytest.mark.parametrize(
+    ("name", "make"), [*(("stdout", make) for make in STREAMS), ("stderr", broken), ("stderr", ascii_only)]
+)
 def test_a_run_ends_with_its_results(data, tmp_path, monkeypatch, capsys, name, make):
     stream = make()
     monkeypatch.setattr(sys, name, stream)

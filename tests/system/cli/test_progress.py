@@ -22,7 +22,7 @@ def accuracies(tasks, experts=4):
     return {"ncm": ncm, "linear": {name.replace("distance", "logit"): [1.0] * tasks for name in names}}
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 5, 10, 11, 20, 100])
+@pytest.mark.parametrize("tasks", [1, 10, 11, 100])
 @pytest.mark.parametrize("experts", [1, 8])
 def test_table_fits_a_hundred_columns(tasks, experts):
     table = accuracy_table(accuracies(tasks, experts), tasks - 1, tasks, ("ncm", str(experts)))
@@ -109,8 +109,7 @@ def test_decoding_has_no_bar_elsewhere(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "losses"),
-    [(100, ["loss"]), (120, ["loss"]), (160, ["loss", "contrastive", "cross_entropy", "distillation"])],
+    ("columns", "losses"), [(100, ["loss"]), (160, ["loss", "contrastive", "cross_entropy", "distillation"])]
 )
 def test_bar_at_a_terminal(call, tiny, tmp_path, terminal, columns, losses):
     written = terminal(columns)

@@ -26,7 +26,7 @@ def test_row_says_what_results_say(finished_run, config):
     assert list(row) == list(COLUMNS)
     assert row["acc"] == results["acc"]["ncm"]["4"]
     assert json.loads(row["metrics"])["linear"]["mean_logit"]["af_paper"] == results["af_paper"]["linear"]["mean_logit"]
-    assert (row["method"], row["memory"], row["tasks"], row["threads"], row["card"]) == ("mose", 64, 5, 1, None)
+    assert (row["method"], row["memory"], row["tasks"], row["threads"], row["gpu"]) == ("mose", 64, 5, 1, None)
     assert RunConfig.from_dict(json.loads(row["config"])) == config
     assert row["data"] == results["config"]["stream"]["fingerprint"]
     phases = ("train", "evaluate", "checkpoint", "capture")

@@ -7,9 +7,9 @@ import pytest
 from bench.smoke import GRAPHS, Trained, complaints
 
 
-def results(seed=0, *, step="captured", eager=GRAPHS, card="H100"):
+def results(seed=0, *, step="captured", eager=GRAPHS, gpu="H100"):
     resolved = {"step": step, "feed": "fused", "reasons": {} if step == "captured" else {"step": "out of memory"}}
-    return {"seed": seed, "card": card, "resolved": resolved, "steps": 300, "eager_steps": eager}
+    return {"seed": seed, "gpu": gpu, "resolved": resolved, "steps": 300, "eager_steps": eager}
 
 
 def trained(*losses: float, **how) -> Trained:
@@ -21,7 +21,7 @@ GOOD = trained(2.0, 1.5, 1.0)
 
 def test_nothing_is_wrong_with_equal_runs():
     assert complaints(GOOD, trained(2.0, 1.5, 1.0, step="eager"), trained(2.01, 9.0), near=0.03) == []
-    assert complaints(trained(2.0, step="eager", card=None), trained(2.0, card=None), None, near=0.03) == []
+    assert complaints(trained(2.0, step="eager", gpu=None), trained(2.0, gpu=None), None, near=0.03) == []
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_serves_wants_one_device_that_the_library_has_code_for(monkeypatch):
 
 def test_no_op_asks_whether_a_device_is_cuda():
     """Kernels take what is on a GPU, and on an emulated GPU that is what lies on the CPU:
-    _loader.on_card() alone says so.
+    _loader.on_gpu() alone says so.
     """
     asks = re.compile(r"type (==|!=|in) [^\n]*cuda|\bis_(cuda|cpu)\b")
     files = [path.name for path in (ROOT / "mose_fast" / "ops").glob("*.py") if asks.search(path.read_text())]
@@ -276,15 +276,15 @@ def test_kernels_take_what_is_on_a_card_or_on_the_cpu_that_emulates_one(monkeypa
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     monkeypatch.setattr(_loader, "native", mose_fast)
     monkeypatch.setattr(_loader, "record", {"backend": backend})
-    assert _loader.card() == card
+    assert _loader.gpu() == card
     assert _loader.serves("null", cpu) and _loader.has_code("cpu")
     assert _loader.has_code("cuda") == (card == "cuda") and not _loader.has_code("meta")
-    assert _loader.on_card("null", cpu, cpu) == (card == "cpu")
-    assert not _loader.on_card("null", cpu, meta) and not _loader.on_card("null", meta)
+    assert _loader.on_gpu("null", cpu, cpu) == (card == "cpu")
+    assert not _loader.on_gpu("null", cpu, meta) and not _loader.on_gpu("null", meta)
     # An op that is switched off is off on the GPU alone: csrc/cpu serves the host.
     monkeypatch.setattr(_loader, "off", {})
     _loader.switch_off({"null": "a row that failed"})
-    assert _loader.serves("null", cpu) == (card != "cpu") and not _loader.on_card("null", cpu)
+    assert _loader.serves("null", cpu) == (card != "cpu") and not _loader.on_gpu("null", cpu)
     assert _loader.serves("adam", cpu)
     monkeypatch.setattr(_loader, "native", None)
-    assert _loader.card() is None and not _loader.on_card("adam", cpu) and not _loader.has_code("cpu")
+    assert _loader.gpu() is None and not _loader.on_gpu("adam", cpu) and not _loader.has_code("cpu")

@@ -577,7 +577,7 @@ def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_c
             call()
 
 
-@pytest.mark.skipif(_loader.card() is None, reason="the native library has no kernels")
+@pytest.mark.skipif(_loader.gpu() is None, reason="the native library has no kernels")
 def test_which_kernels():
     half, served = torch.bfloat16, op.align_conv_serves
     assert all(served(half, c, o).fused_forward for c, o in ((64, 64), (64, 128), (128, 128), (128, 256), (16, 8)))

@@ -181,8 +181,8 @@ def test_protocols_that_differ_are_told_with_a_run_of_each():
 
 
 def test_code_and_machines_that_differ_are_told_with_their_runs():
-    assert set(MADE) == {"torch", "card", "precision", "kernels", "native_backend"}
-    assert code_warnings([row(card=None), row(card=math.nan), row(folder="two", card=None)]) == []
+    assert set(MADE) == {"torch", "gpu", "precision", "kernels", "native_backend"}
+    assert code_warnings([row(gpu=None), row(gpu=math.nan), row(folder="two", gpu=None)]) == []
     for column in MADE:
         runs = [row(folder=f"run-{n}") for n in range(5)] + [row(folder="other", **{column: "y"})]
         (warning,) = code_warnings(runs)

@@ -101,29 +101,14 @@ class Trap:
 
 def foreign(name, sprung):
     """Contents of a file that is no checkpoint."""
-    if name == "safetensors of another program":
-        return save({"weight": torch.ones(3)}, {"format": "pt"})
     if name == "safetensors without metadata":
         return save({"weight": torch.ones(3)})
-    if name == "random bytes":
-        return (
-            torch.randint(0, 256, (5000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-            .numpy()
-            .tobytes()
-        )
     if name == "pickle":
         return pickle.dumps(Trap(sprung))
     if name == "torch.save":
         torch.save({"model": Trap(sprung)}, sprung.with_suffix(".pt"))
         return sprung.with_suffix(".pt").read_bytes()
-    if name == "torch.save of old":
-        torch.save({"model": Trap(sprung)}, sprung.with_suffix(".pt"), _use_new_zipfile_serialization=False)
-        return sprung.with_suffix(".pt").read_bytes()
     tensors = {"weight": torch.ones(3)}
-    if name == "values cut":
-        return save(tensors, {"mose_fast_checkpoint": "1", "values": '{"position": {"ta'})
-    if name == "values missing":
-        return save(tensors, {"mose_fast_checkpoint": "1"})
     if name == "no hash":
         return save(tensors, {"mose_fast_checkpoint": "1", "values": json.dumps(VALUES)})
     assert name == "format no number"
@@ -133,14 +118,9 @@ def foreign(name, sprung):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("safetensors of another program", "is a safetensors file, but not a checkpoint of mose-fast"),
         ("safetensors without metadata", "is a safetensors file, but not a checkpoint of mose-fast"),
-        ("random bytes", "is truncated, damaged or not a checkpoint"),
         ("pickle", "is truncated, damaged or not a checkpoint"),
         ("torch.save", "is truncated, damaged or not a checkpoint"),
-        ("torch.save of old", "is truncated, damaged or not a checkpoint"),
-        ("values cut", "is damaged: its header is unreadable"),
-        ("values missing", "is damaged: its header is unreadable"),
         ("no hash", "is damaged: its header is unreadable"),
         ("format no number", "is damaged: its header is unreadable"),
     ],
@@ -163,7 +143,7 @@ def test_the_trap_works(tmp_path):
     assert (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 20, 400, -97, -1])
+@pytest.mark.parametrize("length", [0, 20, -1])
 def test_truncated_files_are_refused(tmp_path, length):
     good = save_checkpoint(tmp_path, 4, TENSORS, VALUES)
     bad = save_checkpoint(tmp_path, 5, TENSORS, VALUES)
@@ -206,20 +186,6 @@ def test_failed_write_leaves_the_old_files(tmp_path, monkeypatch, function):
         with pytest.raises(RunError, match=r"step-000000004.safetensors"):
             write_atomically(tmp_path / "step-000000004.safetensors", "new")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-def test_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "results.json"
-    write_atomically(path, "old")
-
-    def interrupted(descriptor):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, "new")
-    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
-    assert path.read_text() == "old"
 
 
 def test_real_write_failure_leaves_the_old_file(tmp_path):
@@ -291,8 +257,9 @@ def test_a_snapshot_is_a_copy_with_the_same_strides():
     assert list(snapshot.on_host().tensors()) == list(wanted)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["weight", "column", "half"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("weight", float("nan")), ("column", float("inf")), ("half", -float("inf"))]
+)
 def test_a_snapshot_names_what_is_not_finite(name, value):
     tensors = {other: tensor.clone(memory_format=torch.preserve_format) for other, tensor in views().items()}
     tensors[name][(-1,) * tensors[name].dim()] = value

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,10 +42,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copy(finished, tmp_path):
-    write(tmp_path / "run", {name: "" for name in contents(finished)})
-    for name, content in contents(finished).items():
-        (tmp_path / "run" / name).write_bytes(content)
-    return tmp_path / "run"
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 FOREIGN = {
@@ -53,10 +51,8 @@ FOREIGN = {
         "checkpoints/thesis.pt": "years",
         "tensorboard/mine": "curves",
     },
-    "a list as config": {"config.json": "[1]"},
     "a broken config": {"config.json": '{"method": "mose", '},
     "results alone": {"results.json": "{}"},
-    "a table alone": {"accuracy.csv": "a,b"},
     "checkpoints alone": {"checkpoints/step-000000001.safetensors": "not a run's"},
     "events alone": {"tensorboard/events.out.tfevents.1.host": "another program's"},
 }

@@ -22,7 +22,7 @@ from mose_fast.self_check.rows import OPS
 from mose_fast.self_check.verdict import SWITCH, check, settle, stored
 
 CPU = torch.device("cpu")
-KIND = {"library": "0123", "code": "4567", "torch": "2.14", "card": "Imagined 5000", "driver": "580, CUDA 13.0"}
+KIND = {"library": "0123", "code": "4567", "torch": "2.14", "gpu": "Imagined 5000", "driver": "580, CUDA 13.0"}
 
 # Reports the parts "adam" and "null", and does in a part what the test says.
 SCRIPT = """

@@ -103,13 +103,6 @@ def test_what_is_no_number_of_the_kind_is_refused_as_its_plain_value_is(setting)
             setting.check(value)
 
 
-def test_numbers_of_every_type_of_numpy():
-    for kind in np.typecodes["AllInteger"]:
-        assert type(RunConfig.create(memory=np.dtype(kind).type(100)).memory) is int
-    for kind in np.typecodes["Float"]:
-        assert type(RunConfig.create(lr=np.dtype(kind).type(0.25)).options.lr) is float
-
-
 # Public functions: a valid call of each, with every parameter that takes a number or a text.
 
 IMAGES, LABELS = np.zeros((24, 8, 8, 3), np.uint8), np.arange(24) % 4

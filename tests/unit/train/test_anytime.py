@@ -11,8 +11,8 @@ import torch
 from mose_fast.evaluate import AnytimeSample
 from mose_fast.methods import METHODS
 from mose_fast.settings.run import ConfigError, RunConfig
-from mose_fast.streams import from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
+from tests.unit.train.small import small_stream
 
 # Two tasks of four batches; with `evaluate_every` 3, points after batches 3, 4, 6 and 8.
 SETTINGS = {
@@ -73,7 +73,7 @@ def test_training_does_not_change(method):
         kept = Keep()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            results = run(config(method, evaluate_every=every), listeners=[kept])
+            results = run(config(method, evaluate_every=every), stream=small_stream(), listeners=[kept])
         found.append((results, kept))
     (plain, a), (measured, b) = found
     assert plain["weights_sha256"] == measured["weights_sha256"]
@@ -132,17 +132,11 @@ def test_with_all_stored_images_it_is_what_predict_says_then():
     assert len(predicted) == 4 and all(a == b for a, b in predicted)
 
 
-def stream(classes=4, each=20):
-    y = np.arange(classes * each) % classes
-    x = np.random.default_rng(0).integers(0, 256, (len(y), 8, 8, 3), dtype=np.uint8)
-    return from_arrays(x, y, x, y, tasks=2)
-
-
 def test_the_images_are_fixed_by_the_seed_and_of_classes_seen():
-    samples = [AnytimeSample(config(seed=seed, anytime_images=25), stream()) for seed in (0, 0, 1)]
+    samples = [AnytimeSample(config(seed=seed, anytime_images=25), small_stream()) for seed in (0, 0, 1)]
     first, same, other = (sample.rows({0, 2}).tolist() for sample in samples)
     assert first == same != other and len(first) == 25
-    assert set(stream().y_test[first].tolist()) == {0, 2}
+    assert set(small_stream().y_test[first].tolist()) == {0, 2}
     everything = samples[0].rows({0, 1, 2, 3}).tolist()
     kept = [row for row in everything if row in first]
     assert kept == first[: len(kept)]  # one order for all
@@ -150,27 +144,27 @@ def test_the_images_are_fixed_by_the_seed_and_of_classes_seen():
 
 def test_a_few_stored_images_of_each_class_are_drawn_by_the_seed():
     labels = torch.tensor([0] * 50 + [3] + [1] * 20 + [0] * 10)
-    sample = AnytimeSample(config(anytime_stored=5), stream())
+    sample = AnytimeSample(config(anytime_stored=5), small_stream())
     slots = sample._slots(labels)
     assert torch.bincount(labels[slots]).tolist() == [5, 5, 0, 1] and len(set(slots.tolist())) == 11
     assert torch.equal(slots, sample._slots(labels)) and slots.max() > 5
-    other = AnytimeSample(config(anytime_stored=5, seed=1), stream())
+    other = AnytimeSample(config(anytime_stored=5, seed=1), small_stream())
     assert not torch.equal(slots, other._slots(labels))
 
 
 @cache
 def unbroken(method):
-    return run(config(method, evaluate_every=3, checkpoint_every=3))
+    return run(config(method, evaluate_every=3, checkpoint_every=3), stream=small_stream())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["er", "mose", "gdumb"])
-@pytest.mark.parametrize(("batch", "inside"), [(2, False), (3, False), (3, True), (4, True), (6, True)])
+@pytest.mark.parametrize(("batch", "inside"), [(2, False), (3, True), (4, True)])
 def test_a_run_that_is_resumed_has_the_same_curve(tmp_path, method, batch, inside):
     settings, whole = config(method, evaluate_every=3, checkpoint_every=3), unbroken(method)
     with pytest.raises(Interrupted):
-        run(settings, out=tmp_path / "run", listeners=[StopAt(batch, inside)])
-    resumed = resume(tmp_path / "run")
+        run(settings, out=tmp_path / "run", stream=small_stream(), listeners=[StopAt(batch, inside)])
+    resumed = resume(tmp_path / "run", stream=small_stream())
     assert resumed["anytime"] == whole["anytime"] and resumed["weights_sha256"] == whole["weights_sha256"]
     assert json.loads((tmp_path / "run" / "results.json").read_text())["anytime"] == whole["anytime"]
 
@@ -184,15 +178,6 @@ def test_tensorboard_has_the_curve(tmp_path):
     assert points == [(b, pytest.approx(v)) for b, v in zip(curve["batch"], curve["accuracy"]["ncm"]["1"], strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"evaluate_every": 0}, "evaluate_every is 0; wanted an integer of at least 1"),
-        ({"anytime_images": 0}, "anytime_images is 0"),
-        ({"anytime_stored": 0}, "anytime_stored is 0"),
-        ({"evaluate_every": 5, "train_on": "final_memory"}, "evaluate_every is 5 with train_on 'final_memory'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        config(**settings)
+def test_there_is_no_curve_of_rehearsals():
+    with pytest.raises(ConfigError, match="evaluate_every is 5 with train_on 'final_memory'"):
+        config(evaluate_every=5, train_on="final_memory")

@@ -121,7 +121,7 @@ def learner(kernels: str, **settings) -> Mose:
     return made
 
 
-def stream(batches: int = 9):
+def stream(batches: int = 5):
     """Two tasks, the last batch of each smaller."""
     generator = torch.Generator().manual_seed(0)
     for task in range(2):

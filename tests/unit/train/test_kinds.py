@@ -5,7 +5,7 @@ resumed.
 import dataclasses
 import json
 import warnings
-from itertools import cycle, product
+from itertools import cycle
 
 import jsonschema
 import pytest
@@ -16,6 +16,7 @@ from mose_fast.runs.results import schema, summary
 from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
+from tests.unit.train.small import small_stream
 from tests.unit.train.stop_at import StopAt
 
 # 80 images in 12 batches of 7, three a part.
@@ -28,13 +29,18 @@ OPTIONS = {
     "ocm": {"rotations": 1},
     "onpro": {"rotations": 1},
 }
-NEED_BORDERS = {name for name, method in METHODS.items() if method.needs_boundaries}
+NEED_BOUNDARIES = {name for name, method in METHODS.items() if method.needs_boundaries}
 
 
 def config(kind, method="er", **changes):
     return RunConfig.create(
         **{"method": method, "stream": {**STREAM, "kind": kind}, **SETTINGS, **OPTIONS.get(method, {}), **changes}
     )
+
+
+def made(kind):
+    """As many images, of 8x8 pixels."""
+    return small_stream(classes=10, kind=kind, tasks=5, batch=7, imbalance=4, blur=0.3)
 
 
 def quiet(function, *arguments, **keywords):
@@ -70,9 +76,8 @@ class Told(Listener):
 
 # To a method that runs on them, streams without task boundaries are one task each: it gets one.
 TAKEN = [
-    *((method, "imbalanced") for method in METHODS),
-    *zip([method for method in METHODS if method not in NEED_BORDERS], cycle(WITHOUT_BOUNDARIES), strict=False),
-    *product(sorted(NEED_BORDERS), WITHOUT_BOUNDARIES),
+    *((method, "imbalanced") for method in ("er", "mose", "gdumb", "joint")),
+    *zip(METHODS, cycle(WITHOUT_BOUNDARIES), strict=False),
 ]
 
 
@@ -80,12 +85,12 @@ TAKEN = [
 @pytest.mark.parametrize(("method", "kind"), TAKEN)
 def test_methods(method, kind, tmp_path):
     """Those that need task boundaries refuse a stream without before a folder exists."""
-    if kind in WITHOUT_BOUNDARIES and method in NEED_BORDERS:
+    if kind in WITHOUT_BOUNDARIES and method in NEED_BOUNDARIES:
         with pytest.raises(ConfigError, match=f"but a stream of kind '{kind}' has none; wanted a stream of several"):
             run(config(kind, method), out=tmp_path / "run")
         assert not (tmp_path / "run").exists()
         return
-    results = quiet(run, config(kind, method))
+    results = quiet(run, config(kind, method), stream=made(kind))
     assert list(jsonschema.Draft202012Validator(schema()).iter_errors(results)) == []
     joint = METHODS[method].joint_stream
     assert results["evaluated_after"] == ([4] if joint else [0, 1, 2, 3, 4])
@@ -94,11 +99,11 @@ def test_methods(method, kind, tmp_path):
 
 
 def test_which_methods_need_task_boundaries():
-    assert sorted(NEED_BORDERS) == ["bic", "ccil", "co2l", "il2a", "lucir", "ssil"]
+    assert sorted(NEED_BOUNDARIES) == ["bic", "ccil", "co2l", "il2a", "lucir", "ssil"]
 
 
 @pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
-def test_the_learner_notices_no_border(kind):
+def test_the_learner_notices_no_task_boundary(kind):
     """One task of all classes, and each image once, in the order of the stream."""
     told = Told()
     run(config(kind), listeners=[told])
@@ -155,20 +160,21 @@ def test_what_is_measured(kind):
 def test_resuming_gives_the_same_bits(kind, method, tmp_path):
     """Interrupted at the end of a part, and in the middle of one."""
     settings = config(kind, method, evaluate_every=2, checkpoint_every=3)
-    whole = quiet(run, settings)
+    stream = made(kind)
+    whole = quiet(run, settings, stream=stream)
     for stop in (4, 8):
         folder = tmp_path / str(stop)
         try:
-            quiet(run, settings, out=folder, listeners=[StopAt(stop)])
+            quiet(run, settings, stream=stream, out=folder, listeners=[StopAt(stop)])
         except Interrupted:
-            quiet(resume, folder)
+            quiet(resume, folder, stream=stream)
         results = json.loads((folder / "results.json").read_text())
         for name in ("accuracy", "buffer_accuracy", "weights_sha256", "anytime", "evaluation_points", "steps"):
             assert results[name] == whole[name], (stop, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WITHOUT_BOUNDARIES)
+@pytest.mark.parametrize("kind", ["blurry"])
 def test_accuracy_at_any_time_changes_nothing(kind):
     plain, measured = run(config(kind)), run(config(kind, evaluate_every=2))
     assert plain["weights_sha256"] == measured["weights_sha256"] and plain["accuracy"] == measured["accuracy"]

@@ -9,7 +9,6 @@ from bench import bench_run
 from bench.common import Case
 from mose_fast.app import bench as benchmark_module
 from mose_fast.methods import create_learner
-from mose_fast.runs.clock import Stopwatch
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, run
@@ -111,18 +110,13 @@ def test_what_is_measured_is_what_runs(monkeypatch, who):
     assert len(steps) >= 20 + 12 + 3 + 9 and len(seconds) >= 8 and min(seconds) > 0
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_measurement_leaves_no_thread_behind(monkeypatch, broken):
+def test_a_measurement_that_fails_leaves_no_thread_behind(monkeypatch):
     closed = []
     monkeypatch.setattr(Pipeline, "close", lambda pipeline: closed.append(len(pipeline.ring)))
-    if broken:
-        monkeypatch.setattr(Pipeline, "drain", lambda pipeline, **how: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
-        assert len(closed) == 1
-    else:
+    monkeypatch.setattr(Pipeline, "drain", lambda pipeline, **how: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         benchmark_module.in_the_loop(SMALL, benchmark_module.random_stream(SMALL, 4, 300), 0.05)
-        assert closed == [0]
+    assert len(closed) == 1
 
 
 class Event:
@@ -156,11 +150,3 @@ def test_calls_on_a_card_are_timed_without_a_gap(monkeypatch):
     # Three warm ones tell how many fit: of one second each, in 9 seconds nine.
     assert len(benchmark_module.back_to_back(torch.device("cuda"), lambda: log.append("call"), seconds=9)) == 9
     assert log.count("call") == 12 and sum(entry.startswith("wait") for entry in log) == 2
-
-
-def test_laps_on_the_cpu_are_those_of_the_clock():
-    watch = Stopwatch(torch.device("cpu"))
-    for _ in range(3):
-        watch.mark()
-    laps = watch.laps()
-    assert len(laps) == 2 and all(0 <= lap < 1 for lap in laps)

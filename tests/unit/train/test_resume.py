@@ -14,7 +14,7 @@ from mose_fast import _dali
 from mose_fast.runs.checkpoint import latest
 from mose_fast.runs.files import LOCK
 from mose_fast.settings.run import RunConfig
-from mose_fast.train import CheckpointError, Interrupted, Listener, RunError, resume, run
+from mose_fast.train import Listener, resume, run
 from tests.unit.train.small import TWO_TASKS
 
 # Steps are small, but wider than one channel: with one, all memory
@@ -31,7 +31,7 @@ VARIANTS = {
     "dali": {"feed": "dali"},
 }
 # Steps of the kills are random, but the same in every run of the tests.
-RANDOM_STEPS = sorted(random.Random(0).sample(range(2, BATCHES + 1), 5))
+RANDOM_STEPS = sorted(random.Random(0).sample(range(2, BATCHES + 1), 3))
 
 # Children are forked from a server that has imported everything and computed nothing: quick, and
 # without a parent's threads.
@@ -130,7 +130,7 @@ def check(out, variant, unbroken, resumed):
     assert not list(out.rglob(".*"))
 
 
-@pytest.mark.parametrize("step", RANDOM_STEPS)
+@pytest.mark.parametrize("step", [1, *RANDOM_STEPS])
 def test_killed_at_a_random_step(tmp_path, unbroken, step):
     out = tmp_path / "run"
     in_child(out, "plain", ("batch", step))
@@ -145,13 +145,6 @@ def test_killed_twice(tmp_path, unbroken):
     in_child(out, "plain", ("batch", 5))
     in_child(out, "plain", ("batch", 7))
     check(out, "plain", unbroken, 2)
-
-
-def test_killed_before_the_first_checkpoint(tmp_path, unbroken):
-    out = tmp_path / "run"
-    in_child(out, "plain", ("batch", 1))
-    assert latest(out / "checkpoints") is None
-    check(out, "plain", unbroken, 0)
 
 
 @pytest.mark.parametrize("call", [2, 5])
@@ -178,9 +171,7 @@ def test_killed_between_writing_a_file_and_its_renaming(tmp_path, unbroken, file
 @pytest.mark.parametrize(
     ("variant", "step"),
     [
-        ("two epochs", 8),
         ("two epochs", 23),
-        ("final memory", 7),
         ("final memory", 17),
         ("bf16", 8),
         ("paper", 10),
@@ -192,51 +183,3 @@ def test_variants(tmp_path, unbroken, variant, step):
     in_child(out, variant, ("batch", step))
     check(out, variant, unbroken, 1)
     assert unbroken(variant)[0]["weights_sha256"] != unbroken("plain")[0]["weights_sha256"]
-
-
-class InterruptAt(Listener):
-    """Ctrl-C at a batch."""
-
-    def __init__(self, batch):
-        self.batch = batch
-
-    def on_batch(self, batch, losses):
-        if batch == self.batch:
-            signal.raise_signal(signal.SIGINT)
-
-
-def test_interrupted_run_saves_its_last_batch(tmp_path, unbroken):
-    out, before = tmp_path / "run", signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted):
-        run(RunConfig.create(**SETTINGS), out=out, listeners=[InterruptAt(4)])
-    assert signal.getsignal(signal.SIGINT) is before
-    started = []
-    listener = Listener()
-    listener.on_start = lambda config, stream, learner, batch, batches: started.append((batch, batches))
-    resume(out, listeners=[listener])
-    assert started == [(4, BATCHES)]
-    assert outcome(out) == unbroken("plain")
-
-
-def test_damaged_newest_checkpoint_is_named_and_the_one_before_continues(tmp_path, unbroken):
-    out = tmp_path / "run"
-    with pytest.raises(Interrupted):
-        run(RunConfig.create(**SETTINGS), out=out, listeners=[InterruptAt(7)])
-    older, newest = sorted((out / "checkpoints").iterdir())
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=f"{newest.name} is truncated.*{older.name}: delete {newest.name}"):
-        resume(out)
-    newest.unlink()
-    resume(out)
-    assert outcome(out) == unbroken("plain")
-
-
-def test_nothing_to_resume(tmp_path):
-    with pytest.raises(RunError, match=r"there is no run in .* start one with: mose-fast run"):
-        resume(tmp_path)
-    run(
-        RunConfig.create(**SETTINGS | {"stream": {"name": "digits", "limit_per_task": 2}, "width": 1}),
-        out=tmp_path / "run",
-    )
-    with pytest.raises(RunError, match=r"is finished; its results are in .*results.json"):
-        resume(tmp_path / "run")

@@ -9,6 +9,7 @@ import pytest
 from mose_fast.settings.run import RunConfig
 from mose_fast.signals import Interrupted, raised_at_once, stop_request
 from mose_fast.train import Listener, resume, run
+from tests.unit.train.small import outcome, small_stream
 
 
 @pytest.mark.usefixtures("signals_act")
@@ -65,10 +66,6 @@ class SignalAtStep(Listener):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def outcome(results):
-    return {name: value for name, value in results.items() if name not in ("seconds", "resumed", "peak_memory_bytes")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["mose", "gdumb", "scr"])
 def test_what_ends_a_task_stops_after_its_next_step(tmp_path, method):
@@ -79,23 +76,16 @@ def test_what_ends_a_task_stops_after_its_next_step(tmp_path, method):
         "gdumb": {"passes": 3, "passes_before": 3, "buffer_batch": 4},
         "scr": {"review": True, "buffer_batch": 4},
     }
-    config = RunConfig.create(
-        method=method,
-        stream={"name": "digits", "limit_per_task": 10, "tasks": 2},
-        width=1,
-        memory=64,
-        device="cpu",
-        evaluation_batch=256,
-        options=options.get(method, {}),
-    )
-    count = SignalAtStep(None)
-    unbroken = run(config, out=tmp_path / "unbroken", listeners=[count])
+    settings = {"width": 1, "memory": 64, "device": "cpu", "evaluation_batch": 256}
+    config = RunConfig.create(method=method, **settings, options=options.get(method, {}))
+    count, stream = SignalAtStep(None), small_stream(20)
+    unbroken = run(config, stream=stream, out=tmp_path / "unbroken", listeners=[count])
     # Two evaluations: memory and test images, and what the method trains.
-    assert count.steps >= {"mose": 5, "gdumb": 23, "scr": 9}[method]
+    assert count.steps >= {"mose": 4, "gdumb": 23, "scr": 9}[method]
     for step in {1, count.steps // 2, count.steps}:
         listener, out = SignalAtStep(step), tmp_path / str(step)
         with pytest.raises(Interrupted) as error:
-            run(config, out=out, listeners=[listener])
+            run(config, stream=stream, out=out, listeners=[listener])
         assert (error.value.number, listener.steps) == (signal.SIGTERM, step)
-        assert outcome(resume(out)) == outcome(unbroken)
+        assert outcome(resume(out, stream=stream)) == outcome(unbroken)
         assert json.loads((out / "results.json").read_text())["resumed"] == 1
