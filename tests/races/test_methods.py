@@ -22,8 +22,8 @@ from mose_fast.settings.run import METHOD_SETTINGS, RunConfig
 from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from tests.races.card import Card
 from tests.races.losses import Losses
+from tests.races.simulated_gpu import SimulatedGpu
 from tests.unit.learner.ema import entered
 
 CAPTURED = [name for name in METHODS if METHODS[name].planning is Planning.CAPTURED]
@@ -85,7 +85,7 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, numbe
     # Not the function itself: a learner with a function of another file is other code, which cannot
     # resume.
     losses = Losses()
-    with monkeypatch.context() as patched, Card(done=0.3) as card:
+    with monkeypatch.context() as patched, SimulatedGpu(done=0.3) as gpu:
         patched.setattr(learner, "inputs", partialmethod(spoilt))
         patched.setattr(pipeline_module, "CapturedSteps", noted)
         with pytest.raises(TrainingDiverged, match="The newest is the state before this batch"):
@@ -93,10 +93,10 @@ def outcome(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, numbe
         broken.clear()
         results = resume(out, listeners=[losses])
     assert not any(one.traceback for one in steps), steps[0].traceback
-    assert not card.races, "\n".join(map(str, card.races))
+    assert not gpu.races, "\n".join(map(str, gpu.races))
     state = load_checkpoint(latest(out / "checkpoints"))[0]
     kept = {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
-    return results["accuracy"], kept, losses.told, (sum(one.graphs for one in steps), card.replays)
+    return results["accuracy"], kept, losses.told, (sum(one.graphs for one in steps), gpu.replays)
 
 
 def expect_equal_steps(
@@ -160,10 +160,10 @@ def test_the_switches_of_all_methods(name, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["er", "derpp"])
 def test_training_on_the_final_memory_is_captured(name):
-    with Card(done=0.3) as card:
+    with SimulatedGpu(done=0.3) as gpu:
         run(settings(name, train_on="final_memory", epochs=3))
-    assert not card.races, "\n".join(map(str, card.races))
-    assert card.replays > 4
+    assert not gpu.races, "\n".join(map(str, gpu.races))
+    assert gpu.replays > 4
 
 
 # Faults in a method
@@ -185,11 +185,14 @@ def reads_what_changes(learner: Er, outputs: Any, rows: Any) -> dict[str, torch.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [asks_for_a_value, indexes_by_a_mask])
-def test_a_step_that_waits_for_the_card_is_reported(fault, monkeypatch):
+def test_a_step_that_waits_for_the_gpu_is_reported(fault, monkeypatch):
     monkeypatch.setattr(Er, "losses", fault)
-    with Card() as card, pytest.warns(UserWarning, match="no CUDA graph .*not permitted when stream is capturing"):
+    with (
+        SimulatedGpu() as gpu,
+        pytest.warns(UserWarning, match="no CUDA graph .*not permitted when stream is capturing"),
+    ):
         run(settings("er", step="captured"))
-    assert card.replays == 0
+    assert gpu.replays == 0
 
 
 @pytest.mark.slow

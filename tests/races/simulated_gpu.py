@@ -38,7 +38,7 @@ from tests.races.backward_streams import after_functions
 from tests.races.backward_streams import place as place_in_backward
 from tests.races.checker import Checker, Memory, Race
 
-__all__ = ["Card"]
+__all__ = ["SimulatedGpu"]
 
 aten = torch.ops.aten
 
@@ -76,15 +76,15 @@ _READS_NO_ARGUMENT = {
 class _Block(Memory):
     """An allocation on the GPU, or pinned memory of the host."""
 
-    def __init__(self, card: Card, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
+    def __init__(self, gpu: SimulatedGpu, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
         size = storage.nbytes()
         super().__init__(f"{kind} of {size} bytes made by {made_by}", size)
         self.size, self.address = size, storage.data_ptr()
-        self.card, self.kind, self.stream = card, kind, card.stream
+        self.gpu, self.kind, self.stream = gpu, kind, gpu.stream
         #: Streams that the allocator was told of.
         self.recorded: set[Stream] = set()
         #: The graph whose pool it lies in.
-        self.graph = card.recording if kind == "device memory" else None
+        self.graph = gpu.recording if kind == "device memory" else None
 
 
 class _Hold:
@@ -96,9 +96,9 @@ class _Hold:
     def __del__(self) -> None:
         # Only noted: the garbage collector may call this in the middle of anything. Memory of a
         # graph stays the graph's.
-        card = self.block.card
-        if card.active and self.block.kind == "device memory" and self.block.graph is None:
-            card.freed[self.block.stream].append((self.block, card.hand_over()))
+        gpu = self.block.gpu
+        if gpu.active and self.block.kind == "device memory" and self.block.graph is None:
+            gpu.freed[self.block.stream].append((self.block, gpu.hand_over()))
 
 
 class Stream:
@@ -110,15 +110,15 @@ class Stream:
         self.name = f"stream {next(Stream._numbers)}"
         self.device, self.device_index = _CUDA, 0
         self.cuda_stream = id(self)
-        Card.current.streams_by_address[self.cuda_stream] = self
+        SimulatedGpu.current.streams_by_address[self.cuda_stream] = self
 
     def __repr__(self) -> str:
         return self.name
 
     def wait_stream(self, other: Stream) -> None:
-        card = Card.current
-        with card.lock:
-            (card.checker if card.recording is None else card.recording.checker).wait_for_stream(self, other)
+        gpu = SimulatedGpu.current
+        with gpu.lock:
+            (gpu.checker if gpu.recording is None else gpu.recording.checker).wait_for_stream(self, other)
 
     def wait_event(self, event: Event) -> None:
         event.wait(self)
@@ -129,13 +129,13 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        Card.current.wait_for(self)
+        SimulatedGpu.current.wait_for(self)
 
     def query(self) -> bool:
         return self.record_event().query()
 
     def is_capturing(self) -> bool:
-        return Card.current.recording is not None
+        return SimulatedGpu.current.recording is not None
 
 
 class Event:
@@ -148,35 +148,35 @@ class Event:
         self.recorded = False
 
     def record(self, stream: Stream | None = None) -> None:
-        card = Card.current
-        card.not_while_capturing("an event that is recorded")
-        with card.lock:
-            card.checker.record(self, stream or card.stream)
+        gpu = SimulatedGpu.current
+        gpu.not_while_capturing("an event that is recorded")
+        with gpu.lock:
+            gpu.checker.record(self, stream or gpu.stream)
         self.recorded = True
 
     def wait(self, stream: Stream | None = None) -> None:
-        card = Card.current
+        gpu = SimulatedGpu.current
         if self.recorded:
-            with card.lock:
-                card.checker.wait(stream or card.stream, self)
+            with gpu.lock:
+                gpu.checker.wait(stream or gpu.stream, self)
 
     def query(self) -> bool:
-        card = Card.current
-        card.not_while_capturing("an event that is asked")
-        with card.lock:
-            if not self.recorded or card.checker.knows(self):
+        gpu = SimulatedGpu.current
+        gpu.not_while_capturing("an event that is asked")
+        with gpu.lock:
+            if not self.recorded or gpu.checker.knows(self):
                 return True
-            if card.random.random() < card.done:
-                card.checker.wait(card.checker.host(), self)
+            if gpu.random.random() < gpu.done:
+                gpu.checker.wait(gpu.checker.host(), self)
                 return True
             return False
 
     def synchronize(self) -> None:
-        card = Card.current
-        card.not_while_capturing("an event that the host waits for")
+        gpu = SimulatedGpu.current
+        gpu.not_while_capturing("an event that the host waits for")
         if self.recorded:
-            with card.lock:
-                card.checker.wait(card.checker.host(), self)
+            with gpu.lock:
+                gpu.checker.wait(gpu.checker.host(), self)
 
 
 class _Recording:
@@ -206,7 +206,7 @@ class _Recording:
 
     def kept(self, tensor: Any) -> Any:
         """A tensor for a replay, told apart from the program's own references to its memory."""
-        block = Card.current.block(tensor) if isinstance(tensor, Tensor) else None
+        block = SimulatedGpu.current.block(tensor) if isinstance(tensor, Tensor) else None
         if block is None or block.graph is self:
             return tensor
         alias = tensor.detach()
@@ -218,8 +218,8 @@ class _Recording:
             storage = aliases[0].untyped_storage()
             # One is Python's.
             if torch._C._storage_Use_Count(storage._cdata) <= len(aliases) + 1:
-                block = Card.current.block(aliases[0])
-                block.card.checker.report(f"a graph is replayed that uses {block.name}, whose last reference has gone")
+                block = SimulatedGpu.current.block(aliases[0])
+                block.gpu.checker.report(f"a graph is replayed that uses {block.name}, whose last reference has gone")
 
     def save(self, tensor: Tensor, block: _Block) -> None:
         storage = tensor.untyped_storage()
@@ -255,15 +255,15 @@ class Graph:
         self._pool: Any = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        card = Card.current
+        gpu = SimulatedGpu.current
         self._pool = object() if pool is None else pool
-        card.local.recording = _Recording(card.stream, stop=card.checker.stop)
-        card.begin_capture(card.local.recording)
+        gpu.local.recording = _Recording(gpu.stream, stop=gpu.checker.stop)
+        gpu.begin_capture(gpu.local.recording)
 
     def capture_end(self) -> None:
-        card = Card.current
-        recording, card.local.recording = card.local.recording, None
-        card.recordings.remove(recording)
+        gpu = SimulatedGpu.current
+        recording, gpu.local.recording = gpu.local.recording, None
+        gpu.recordings.remove(recording)
         # The last first: storages may share memory, and the oldest copy is from before the capture.
         for storage, before in reversed(recording.before):
             storage.copy_(before)
@@ -271,22 +271,22 @@ class Graph:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.recording = recording
         for race in recording.end():
-            card.checker.report(race)
+            gpu.checker.report(race)
 
     def pool(self) -> Any:
         return self._pool
 
     def replay(self) -> None:
-        card, recording = Card.current, self.recording
-        with card.lock, card.quiet(), torch.no_grad():
-            card.reuse_freed()
-            card.replays += 1
+        gpu, recording = SimulatedGpu.current, self.recording
+        with gpu.lock, gpu.quiet(), torch.no_grad():
+            gpu.reuse_freed()
+            gpu.replays += 1
             recording.check_references()
             for launch in recording.launches:
                 launch()
             written = [(block, *r) for block, ranges in recording.writes.items() for r in ranges]
             only_read = [(block, *r) for block, ranges in recording.reads.items() for r in ranges]
-            card.checker.access(card.stream, only_read, written, "replay")
+            gpu.checker.access(gpu.stream, only_read, written, "replay")
 
     def reset(self) -> None:
         self.recording = None
@@ -297,8 +297,8 @@ def _captured(
     graph: Graph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global", **_: Any
 ) -> Iterator[None]:
     """In place of ``torch.cuda.graph``, which waits for the GPU before it captures."""
-    card = Card.current
-    card.wait_for_all()
+    gpu = SimulatedGpu.current
+    gpu.wait_for_all()
     with _on_stream(stream or Stream()):
         graph.capture_begin(pool, capture_error_mode)
         try:
@@ -310,7 +310,7 @@ def _captured(
 @contextmanager
 def _on_stream(stream: Stream | None) -> Iterator[None]:
     """In place of ``torch.cuda.stream``."""
-    local, before = Card.current.local, Card.current.stream
+    local, before = SimulatedGpu.current.local, SimulatedGpu.current.stream
     local.stream = before if stream is None else stream
     try:
         yield
@@ -330,10 +330,10 @@ class _Native:
         found = getattr(self._module, name)
         if not callable(found):
             return found
-        return lambda *args, **kwargs: Card.current.native(name, found, args, kwargs)
+        return lambda *args, **kwargs: SimulatedGpu.current.native(name, found, args, kwargs)
 
 
-class Card:
+class SimulatedGpu:
     """A context in which ``cuda`` is the stand-in.
 
     Args:
@@ -349,14 +349,14 @@ class Card:
         streams: On which there was any.
     """
 
-    current: Card
+    current: SimulatedGpu
 
     def __init__(self, seed: int = 0, done: float = 0.3, *, stop: bool = False) -> None:
         self.checker = Checker(stop=stop)
         self.random, self.done = random.Random(seed), done
         self.lock = threading.RLock()
         self.local = threading.local()
-        Card.current = self
+        SimulatedGpu.current = self
         self.streams_by_address: dict[int, Stream] = {}
         self.default = Stream()
         self.default.name = "the default stream"
@@ -384,8 +384,8 @@ class Card:
 
     # The context
 
-    def __enter__(self) -> Card:
-        Card.current = self
+    def __enter__(self) -> SimulatedGpu:
+        SimulatedGpu.current = self
         self._stack = ExitStack()
         cuda = {
             "Stream": Stream,
@@ -452,7 +452,7 @@ class Card:
             # Zeros that autograd makes itself, in place of gradients that are missing, lie beside
             # the others.
             with torch._C.DisableTorchFunction():
-                place = "device memory" if any(map(self.on_card, _tensors(args))) else None
+                place = "device memory" if any(map(self.on_gpu, _tensors(args))) else None
             with _Functions(self), self.placing(place):
                 return backward(*args, **kwargs)
 
@@ -491,21 +491,21 @@ class Card:
         """Threads work under the modes too; a task comes after what its thread did before it was
         handed over, a result after the task.
         """
-        card, run, submit, result = self, threading.Thread.run, ThreadPoolExecutor.submit, Future.result
+        gpu, run, submit, result = self, threading.Thread.run, ThreadPoolExecutor.submit, Future.result
 
         def run_in_modes(thread: threading.Thread) -> None:
-            with card._modes():
+            with gpu._modes():
                 run(thread)
 
         def submit_with_order(pool: ThreadPoolExecutor, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
-            handed_over, done = card.hand_over(), object()
+            handed_over, done = gpu.hand_over(), object()
 
             def task() -> Any:
-                card.take_over(handed_over)
+                gpu.take_over(handed_over)
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    card.hand_over(done)
+                    gpu.hand_over(done)
 
             future = submit(pool, task)
             future.done_at = done
@@ -516,7 +516,7 @@ class Card:
                 return result(future, timeout)
             finally:
                 if hasattr(future, "done_at") and future.done():
-                    card.take_over(future.done_at)
+                    gpu.take_over(future.done_at)
 
         for owner, name, replacement in (
             (threading.Thread, "run", run_in_modes),
@@ -553,8 +553,8 @@ class Card:
             self.checker.wait_for_stream(self.checker.host(), stream)
 
     def wait_for_all(self) -> None:
-        self.not_while_capturing("a card that the host waits for")
-        self.may_wait("another thread, which waits for the card")
+        self.not_while_capturing("a GPU that the host waits for")
+        self.may_wait("another thread, which waits for the GPU")
         with self.lock:
             self.checker.wait_for_all()
 
@@ -603,7 +603,7 @@ class Card:
         hold = getattr(tensor.untyped_storage(), "hold", None)
         if hold is None:
             return None
-        if hold.block.card is not self:
+        if hold.block.gpu is not self:
             # Of another stand-in, which has ended: kept by a cache of the program. All that was
             # done to it is long past.
             return self.place(tensor, hold.block.kind, "an earlier run")
@@ -613,7 +613,7 @@ class Card:
         with torch._C.DisableTorchFunction():
             self.block(tensor).recorded.add(stream)
 
-    def on_card(self, tensor: Tensor) -> bool:
+    def on_gpu(self, tensor: Tensor) -> bool:
         block = self.block(tensor)
         return block is not None and block.kind == "device memory"
 
@@ -692,20 +692,20 @@ class Card:
             return self._copied(func, args, kwargs)
         with self.lock:
             there = [block is not None and block.kind == "device memory" for block in blocks]
-            on_card = any(there)
-            strange = [t for t, is_there in zip(given, there, strict=True) if on_card and t.dim() and not is_there]
+            on_gpu = any(there)
+            strange = [t for t, is_there in zip(given, there, strict=True) if on_gpu and t.dim() and not is_there]
             if strange and name not in _INDEXING:
-                where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the card"
+                where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the GPU"
                 raise RuntimeError(f"Expected all tensors to be on the same device: {where}")
             waits = (
                 name in _WAITS or bool(strange) or (name in _INDEXING and any(_is_mask(t) for t in _tensors(args[1])))
             )
-            if on_card and waits:
+            if on_gpu and waits:
                 self.not_while_capturing(name)
             reads, writes = _by_schema(func._schema, args, kwargs)
             if name in _READS_NO_ARGUMENT:
                 reads = []
-            if self.recording is not None and on_card:
+            if self.recording is not None and on_gpu:
                 for t in writes:
                     if (block := self.block(t)) is not None:
                         self.recording.save(t, block)
@@ -716,17 +716,17 @@ class Card:
                 for r in _tensors(results)
                 if r.device.type == "cpu" and r.untyped_storage()._cdata not in known and self.block(r) is None
             ]
-            kind = place or ("device memory" if on_card else None)
+            kind = place or ("device memory" if on_gpu else None)
             if kind in ("device memory", "pinned memory"):
                 for r in fresh:
                     self.place(r, kind, name)
-            elif not on_card:
+            elif not on_gpu:
                 fresh = []
             if name in _LOOKS_AT_NOTHING or name.startswith("aten::empty"):
                 written = writes
             else:
                 written = [*writes, *(fresh if kind == "device memory" else [])]
-            if on_card or kind == "device memory":
+            if on_gpu or kind == "device memory":
                 self._report(name, reads, written)
                 if self.recording is not None:
                     self._record(func, args, kwargs, results, fresh)
@@ -805,11 +805,11 @@ class Card:
         finally:
             self.local.place = before
 
-    def moved(self, tensor: Tensor, to_card: bool, how: dict[str, Any], non_blocking: bool) -> Tensor:
+    def moved(self, tensor: Tensor, to_gpu: bool, how: dict[str, Any], non_blocking: bool) -> Tensor:
         """A copy at the other place."""
         if tensor.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError("the stand-in moves no tensor that requires a gradient")
-        kind = "device memory" if to_card else "pinned memory" if non_blocking else "host"
+        kind = "device memory" if to_gpu else "pinned memory" if non_blocking else "host"
         with self.placing(kind), torch.no_grad():
             target = torch.empty_like(tensor, **how)
         with torch.no_grad():
@@ -817,27 +817,27 @@ class Card:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, card: Card) -> None:
+    def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
-        self.card = card
+        self.gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not self.card.active:
+        if not self.gpu.active:
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
-            return self.card.operator(func, args, kwargs or {})
+            return self.gpu.operator(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
     """What the program asks tensors, and how it makes and moves them."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
-        self.card = card
+        self.gpu = gpu
         get = {
-            torch.Tensor.device.__get__: lambda t: _CUDA if card.on_card(t) else None,
-            torch.Tensor.is_cuda.__get__: lambda t: card.on_card(t) or None,
-            torch.Tensor.is_cpu.__get__: lambda t: False if card.on_card(t) else None,
+            torch.Tensor.device.__get__: lambda t: _CUDA if gpu.on_gpu(t) else None,
+            torch.Tensor.is_cuda.__get__: lambda t: gpu.on_gpu(t) or None,
+            torch.Tensor.is_cpu.__get__: lambda t: False if gpu.on_gpu(t) else None,
         }
         self.get = get
         self.call = {
@@ -850,7 +850,7 @@ class _Functions(TorchFunctionMode):
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.pin_memory: self._pin_memory,
             torch.Tensor.is_pinned: lambda t, device=None: (
-                (block := card.block(t)) is not None and block.kind == "pinned memory"
+                (block := gpu.block(t)) is not None and block.kind == "pinned memory"
             ),
             torch.Tensor.data_ptr: self._data_ptr,
             torch.Tensor.__deepcopy__: self._deepcopy,
@@ -861,7 +861,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if not self.card.active:
+        if not self.gpu.active:
             return func(*args, **kwargs)
         if func in self.get:
             found = self.get[func](args[0])
@@ -875,43 +875,43 @@ class _Functions(TorchFunctionMode):
         if (device := kwargs.get("device")) is not None and (device := torch.device(device)).type != "meta":
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
             kind = "device memory" if device.type == "cuda" else kind or "host"
-        if kind is None and getattr(self.card.local, "place", None) is None:
-            return self.card.placed_in_backward(func(*args, **kwargs))
-        with self.card.placing(kind):
-            return self.card.placed_in_backward(func(*args, **kwargs))
+        if kind is None and getattr(self.gpu.local, "place", None) is None:
+            return self.gpu.placed_in_backward(func(*args, **kwargs))
+        with self.gpu.placing(kind):
+            return self.gpu.placed_in_backward(func(*args, **kwargs))
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
-            args = (_CUDA if self.card.on_card(args[0]) else torch.device("cpu"), args[0].dtype, *args[1:])
+            args = (_CUDA if self.gpu.on_gpu(args[0]) else torch.device("cpu"), args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         how = {} if dtype is None else {"dtype": dtype}
         if memory_format is not None:
             how["memory_format"] = memory_format
-        on_card = self.card.on_card(tensor)
-        wanted = on_card if device is None else device.type == "cuda"
-        if wanted == on_card:
+        on_gpu = self.gpu.on_gpu(tensor)
+        wanted = on_gpu if device is None else device.type == "cuda"
+        if wanted == on_gpu:
             return torch.Tensor.to(tensor, copy=copy, **how) if how or copy else tensor
-        return self.card.moved(tensor, wanted, how, non_blocking)
+        return self.gpu.moved(tensor, wanted, how, non_blocking)
 
     def _host(self, tensor: Tensor) -> Tensor:
         """The tensor for the host to read: what lies on the GPU is copied, pinned memory is looked
         at.
         """
-        block = self.card.block(tensor)
+        block = self.gpu.block(tensor)
         if block is None:
             return tensor
         if block.kind == "device memory":
             with torch.no_grad():
-                return self.card.moved(tensor, False, {}, False)
-        with self.card.lock:
-            self.card._report("the host", [tensor], [], self.card.checker.host())
+                return self.gpu.moved(tensor, False, {}, False)
+        with self.gpu.lock:
+            self.gpu._report("the host", [tensor], [], self.gpu.checker.host())
         return tensor
 
     def _tolist(self, tensor: Tensor) -> Any:
         return torch.Tensor.tolist(self._host(tensor))
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
-        if self.card.on_card(tensor):
+        if self.gpu.on_gpu(tensor):
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory"
                 " first."
@@ -919,23 +919,23 @@ class _Functions(TorchFunctionMode):
         return torch.Tensor.numpy(self._host(tensor), **kwargs)
 
     def _pin_memory(self, tensor: Tensor, device: Any = None) -> Tensor:
-        with self.card.placing("pinned memory"):
+        with self.gpu.placing("pinned memory"):
             pinned = torch.empty_like(tensor)
         return pinned.copy_(tensor)
 
     def _data_ptr(self, tensor: Tensor) -> int:
-        if not self.card.on_card(tensor):
+        if not self.gpu.on_gpu(tensor):
             self._host(tensor)
         address = torch.Tensor.data_ptr(tensor)
-        self.card.tensors_by_address[address] = tensor
+        self.gpu.tensors_by_address[address] = tensor
         return address
 
     def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """PyTorch copies the storage, which no operator does."""
         copied = torch.Tensor.__deepcopy__(tensor, memo)
-        block = self.card.block(tensor)
-        if block is not None and self.card.block(copied) is None:
-            self.card.place(copied, block.kind, "copy.deepcopy")
+        block = self.gpu.block(tensor)
+        if block is not None and self.gpu.block(copied) is None:
+            self.gpu.place(copied, block.kind, "copy.deepcopy")
         return copied
 
     def _tensor(self, data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -945,7 +945,7 @@ class _Functions(TorchFunctionMode):
         return made if device is None else self._to(made, device)
 
     def _new_tensor(self, like: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
-        device = _CUDA if device is None and self.card.on_card(like) else device
+        device = _CUDA if device is None and self.gpu.on_gpu(like) else device
         return self._tensor(data, dtype=like.dtype if dtype is None else dtype, device=device, **kwargs)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
