@@ -13,7 +13,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 __all__ = ["after_functions", "place"]
 
@@ -23,22 +22,25 @@ def place(results: Any, stream: Any, switch: Callable[[Any], Any]) -> Any:
     backward pass. The waits that autograd adds between streams are left out.
 
     Args:
-        results: Tensors, in any nest.
+        results: A tensor, several, or whatever else a function returns.
         stream: The current stream.
         switch: Makes a stream the current one, and returns the one before.
 
     Returns:
         The results.
     """
+    if not isinstance(results, (Tensor, tuple, list)):
+        return results
     with torch._C.DisableTorchFunction():
         # An operation may make several nodes, of which only the last one is seen at its results.
-        nodes = [t.grad_fn for t in tree_leaves(results) if isinstance(t, Tensor) and t.grad_fn is not None]
+        tensors = (results,) if isinstance(results, Tensor) else results
+        nodes = [t.grad_fn for t in tensors if isinstance(t, Tensor)]
         while nodes:
             node = nodes.pop()
-            if "stream" not in node.metadata:
-                node.metadata["stream"] = stream
+            if node is not None and "stream" not in (about := node.metadata):
+                about["stream"] = stream
                 node.register_prehook(partial(_enter, stream, switch))
-                nodes += [before for before, _ in node.next_functions if before is not None]
+                nodes += [before for before, _ in node.next_functions]
     return results
 
 

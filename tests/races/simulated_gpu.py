@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -38,11 +39,12 @@ from tests.races.backward_streams import after_functions
 from tests.races.backward_streams import place as place_in_backward
 from tests.races.checker import Checker, Memory, Race
 
-__all__ = ["SimulatedGpu"]
-
-aten = torch.ops.aten
+__all__ = ["Event", "SimulatedGpu", "Stream"]
 
 _CUDA = torch.device("cuda", 0)
+
+# Where memory lies.
+_DEVICE, _PINNED, _HOST = "device memory", "pinned memory", "host"
 
 # The host waits for their results on a GPU, whose size or value it needs.
 _WAITS = {
@@ -58,33 +60,32 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 # In training they change ``running_mean`` and ``running_var``, which their schema does not say.
 _WRITES_RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
-# They look at no element.
-_LOOKS_AT_NOTHING = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+# They look at no element of their arguments.
 _READS_NO_ARGUMENT = {
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::full_like",
-    "aten::rand_like",
-    "aten::randn_like",
-    "aten::new_zeros",
-    "aten::new_ones",
-    "aten::new_full",
-    *_LOOKS_AT_NOTHING,
-}
+    f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like")
+} | {f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")}
 
 
 class _Block(Memory):
     """An allocation on the GPU, or pinned memory of the host."""
 
     def __init__(self, gpu: SimulatedGpu, kind: str, storage: torch.UntypedStorage, made_by: str) -> None:
-        size = storage.nbytes()
-        super().__init__(f"{kind} of {size} bytes made by {made_by}", size)
-        self.size, self.address = size, storage.data_ptr()
-        self.gpu, self.kind, self.stream = gpu, kind, gpu.stream
+        super().__init__(storage.nbytes(), made_by)
+        self.address = storage.data_ptr()
+        self.gpu, self.kind, self.on_gpu, self.stream = gpu, kind, kind == _DEVICE, gpu.stream
         #: Streams that the allocator was told of.
         self.recorded: set[Stream] = set()
         #: The graph whose pool it lies in.
-        self.graph = gpu.recording if kind == "device memory" else None
+        self.graph = gpu.recording if self.on_gpu else None
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.size} bytes made by {self.name}"
+
+
+# A tensor, and the block in which it lies; None for other memory of the host.
+_Placed = tuple[Tensor, _Block | None]
+# Bytes of a block, from one to another.
+_Range = tuple[_Block, int, int]
 
 
 class _Hold:
@@ -96,9 +97,9 @@ class _Hold:
     def __del__(self) -> None:
         # Only noted: the garbage collector may call this in the middle of anything. Memory of a
         # graph stays the graph's.
-        gpu = self.block.gpu
-        if gpu.active and self.block.kind == "device memory" and self.block.graph is None:
-            gpu.freed[self.block.stream].append((self.block, gpu.hand_over()))
+        block, gpu = self.block, self.block.gpu
+        if gpu.active and block.on_gpu and block.graph is None:
+            gpu.freed[block.stream].append((block, gpu.checker.known()))
 
 
 class Stream:
@@ -156,9 +157,8 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         gpu = SimulatedGpu.current
-        if self.recorded:
-            with gpu.lock:
-                gpu.checker.wait(stream or gpu.stream, self)
+        with gpu.lock:
+            gpu.checker.wait(stream or gpu.stream, self)
 
     def query(self) -> bool:
         gpu = SimulatedGpu.current
@@ -167,16 +167,14 @@ class Event:
             if not self.recorded or gpu.checker.knows(self):
                 return True
             if gpu.random.random() < gpu.done:
-                gpu.checker.wait(gpu.checker.host(), self)
+                gpu.take_over(self)
                 return True
             return False
 
     def synchronize(self) -> None:
         gpu = SimulatedGpu.current
         gpu.not_while_capturing("an event that the host waits for")
-        if self.recorded:
-            with gpu.lock:
-                gpu.checker.wait(gpu.checker.host(), self)
+        gpu.take_over(self)
 
 
 class _Recording:
@@ -189,15 +187,15 @@ class _Recording:
 
     def __init__(self, stream: Stream, *, stop: bool) -> None:
         self.stream, self.checker = stream, Checker(stop=stop)
-        self.everything = [(Memory("what a graph captures", 1), 0, 1)]
+        self.everything = [(Memory(1, "what a graph captures"), 0, 1)]
         self.memory: dict[_Block, Memory] = {}
         self.checker.access(stream, [], self.everything, "begin of a capture")
         self.launches: list[Callable[[], None]] = []
-        self.reads: dict[_Block, list[tuple[int, int]]] = {}
-        self.writes: dict[_Block, list[tuple[int, int]]] = {}
+        # As sets that keep their order.
+        self.reads: dict[_Range, None] = {}
+        self.writes: dict[_Range, None] = {}
         # Contents from before the capture, which executes nothing.
-        self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self.saved: set[int] = set()
+        self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         #: What made the capture invalid; empty if nothing did.
         self.broken = ""
         #: What lies outside the graph's pool, and our references to it, which must not be the last.
@@ -219,30 +217,25 @@ class _Recording:
             # One is Python's.
             if torch._C._storage_Use_Count(storage._cdata) <= len(aliases) + 1:
                 block = SimulatedGpu.current.block(aliases[0])
-                block.gpu.checker.report(f"a graph is replayed that uses {block.name}, whose last reference has gone")
+                block.gpu.checker.report(f"a graph is replayed that uses {block}, whose last reference has gone")
 
-    def save(self, tensor: Tensor, block: _Block) -> None:
-        storage = tensor.untyped_storage()
-        if block.graph is not self and storage._cdata not in self.saved:
-            self.saved.add(storage._cdata)
-            self.before.append((storage, storage.clone()))
+    def save(self, writes: list[_Placed]) -> None:
+        for tensor, block in writes:
+            storage = tensor.untyped_storage()
+            if block is not None and block.graph is not self and storage._cdata not in self.before:
+                self.before[storage._cdata] = storage, storage.clone()
 
     def end(self) -> list[Race | str]:
         self.checker.access(self.stream, [], self.everything, "end of a capture")
         return self.checker.races
 
-    def note(
-        self, stream: Stream, reads: list[tuple[_Block, int, int]], writes: list[tuple[_Block, int, int]], what: str
-    ) -> None:
-        def inside(accesses: list[tuple[_Block, int, int]]) -> list[tuple[Memory, int, int]]:
-            return [(self.memory.setdefault(b, Memory(b.name, b.size)), start, end) for b, start, end in accesses]
+    def note(self, stream: Stream, reads: list[_Range], writes: list[_Range], what: str) -> None:
+        def inside(accesses: list[_Range]) -> list[tuple[Memory, int, int]]:
+            return [(self.memory.setdefault(b, Memory(b.size, b)), start, end) for b, start, end in accesses]
 
         self.checker.access(stream, [*inside(reads), *self.everything], inside(writes), what)
-        for found, accesses in ((self.reads, reads), (self.writes, writes)):
-            for block, start, end in accesses:
-                ranges = found.setdefault(block, [])
-                if (start, end) not in ranges:
-                    ranges.append((start, end))
+        self.reads.update(dict.fromkeys(reads))
+        self.writes.update(dict.fromkeys(writes))
 
 
 class Graph:
@@ -265,7 +258,7 @@ class Graph:
         recording, gpu.local.recording = gpu.local.recording, None
         gpu.recordings.remove(recording)
         # The last first: storages may share memory, and the oldest copy is from before the capture.
-        for storage, before in reversed(recording.before):
+        for storage, before in reversed(recording.before.values()):
             storage.copy_(before)
         if recording.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
@@ -284,9 +277,7 @@ class Graph:
             recording.check_references()
             for launch in recording.launches:
                 launch()
-            written = [(block, *r) for block, ranges in recording.writes.items() for r in ranges]
-            only_read = [(block, *r) for block, ranges in recording.reads.items() for r in ranges]
-            gpu.checker.access(gpu.stream, only_read, written, "replay")
+            gpu.checker.access(gpu.stream, list(recording.reads), list(recording.writes), "replay")
 
     def reset(self) -> None:
         self.recording = None
@@ -297,8 +288,7 @@ def _captured(
     graph: Graph, pool: Any = None, stream: Stream | None = None, capture_error_mode: str = "global", **_: Any
 ) -> Iterator[None]:
     """In place of ``torch.cuda.graph``, which waits for the GPU before it captures."""
-    gpu = SimulatedGpu.current
-    gpu.wait_for_all()
+    SimulatedGpu.current.wait_for_all()
     with _on_stream(stream or Stream()):
         graph.capture_begin(pool, capture_error_mode)
         try:
@@ -334,7 +324,7 @@ class _Native:
 
 
 class SimulatedGpu:
-    """A context in which ``cuda`` is the stand-in.
+    """A context in which ``cuda`` is the simulated GPU.
 
     Args:
         seed: Of the draws whether an event is done when the host asks.
@@ -344,15 +334,15 @@ class SimulatedGpu:
     Attributes:
         races: What the checker found.
         broken: What broke each capture that was broken.
-        launches: Work on the GPU and pinned memory, how often.
         replays: Of graphs, how many.
-        streams: On which there was any.
+        streams: On which there was any work on the GPU or in pinned memory.
     """
 
     current: SimulatedGpu
 
     def __init__(self, seed: int = 0, done: float = 0.3, *, stop: bool = False) -> None:
         self.checker = Checker(stop=stop)
+        self.races = self.checker.races
         self.random, self.done = random.Random(seed), done
         self.lock = threading.RLock()
         self.local = threading.local()
@@ -360,19 +350,15 @@ class SimulatedGpu:
         self.streams_by_address: dict[int, Stream] = {}
         self.default = Stream()
         self.default.name = "the default stream"
-        self.freed: defaultdict[Stream, list[tuple[_Block, object]]] = defaultdict(list)
+        self.freed: defaultdict[Stream, list[tuple[_Block, dict]]] = defaultdict(list)
         self.active = False
         #: Captures under way, on all threads, and what will wait for the GPU at some time.
         self.recordings: list[_Recording] = []
         self.to_wait: list[str] = []
         self.broken: list[str] = []
         self.tensors_by_address: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self.launches = self.replays = 0
+        self.replays = 0
         self.streams: set[Any] = set()
-
-    @property
-    def races(self) -> list[Race | str]:
-        return self.checker.races
 
     @property
     def stream(self) -> Stream:
@@ -387,6 +373,31 @@ class SimulatedGpu:
     def __enter__(self) -> SimulatedGpu:
         SimulatedGpu.current = self
         self._stack = ExitStack()
+        for owner, name, replacement in self._replacements():
+            self._stack.enter_context(mock.patch.object(owner, name, replacement))
+        # A capture of the simulated GPU always comes to its end.
+        ended = mock.Mock(side_effect=RuntimeError)
+        self._stack.enter_context(mock.patch.object(torch._C, "_cuda_endAllocateToPool", ended, create=True))
+        self._stack.enter_context(after_functions(self.placed_in_backward))
+        if _loader.native is not None:
+            self._stack.enter_context(mock.patch.object(_loader, "native", _Native(_loader.native)))
+            before = _loader.record["backend"]
+            self._stack.enter_context(mock.patch.dict(_loader.record, {"backend": "cuda"}))
+            if before != "emulated":
+                # Without code for the CPU, where what they mean stands in.
+                questions = (batch_norm_act, "serves"), (batch_norm_pool, "serves"), (align_conv, "_has_kernels")
+                for module, question in questions:
+                    self._stack.enter_context(mock.patch.object(module, question, lambda *_: False))
+        self.active = True
+        self._stack.enter_context(self._modes())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.active = False
+        self._stack.close()
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """What of PyTorch and of Python's threads is replaced, and by what."""
         cuda = {
             "Stream": Stream,
             "Event": Event,
@@ -401,7 +412,7 @@ class SimulatedGpu:
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "device": lambda device=None: contextlib.nullcontext(),
-            "get_device_name": lambda device=None: "stand-in",
+            "get_device_name": lambda device=None: "simulated",
             "get_device_capability": lambda device=None: (9, 0),
             "mem_get_info": lambda device=None: (2**33, 2**33),
             "max_memory_allocated": lambda device=None: 0,
@@ -409,12 +420,10 @@ class SimulatedGpu:
             "reset_peak_memory_stats": lambda device=None: None,
             "empty_cache": lambda: self.may_wait("caches of the allocator that are emptied"),
         }
-        for name, replacement in cuda.items():
-            self._stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        yield from ((torch.cuda, *item) for item in cuda.items())
         # Its own check of arguments comes before any mode.
-        record_stream = lambda tensor, stream: self.record_stream(tensor, stream)  # noqa: E731 - a method of tensors
-        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
-        by_dlpack = torch.from_dlpack
+        yield torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream)
+        by_dlpack, autocast = torch.from_dlpack, torch.autocast
 
         def shared_by_dlpack(source: Any) -> Tensor:
             tensor = by_dlpack(source)
@@ -422,28 +431,17 @@ class SimulatedGpu:
                 self.share(tensor, source)
             return tensor
 
-        self._stack.enter_context(mock.patch.object(torch, "from_dlpack", shared_by_dlpack))
-        # A capture of the stand-in always comes to its end.
-        self._stack.enter_context(
-            mock.patch.object(torch._C, "_cuda_endAllocateToPool", mock.Mock(side_effect=RuntimeError), create=True)
-        )
-        autocast = torch.autocast
-        self._stack.enter_context(
-            mock.patch.object(torch, "autocast", lambda where, *args, **how: autocast(_on_host(where), *args, **how))
-        )
+        yield torch, "from_dlpack", shared_by_dlpack
+        yield torch, "autocast", lambda where, *args, **how: autocast(_on_host(where), *args, **how)
         # What PyTorch's optimisers ask beside the tensors themselves.
-        self._stack.enter_context(
-            mock.patch.object(torch.accelerator, "current_stream", lambda device=None: self.stream)
-        )
+        yield torch.accelerator, "current_stream", lambda device=None: self.stream
         grouped = Optimizer._group_tensors_by_device_and_dtype
 
         def grouped_where_they_are(tensors: list[list[Tensor]], with_indices: bool = False) -> dict:
             found = grouped(tensors, with_indices)
             return {(group[0][0][0].device, dtype): group for (_, dtype), group in found.items()}
 
-        self._stack.enter_context(
-            mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped_where_they_are))
-        )
+        yield Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(grouped_where_they_are)
         # ``backward`` is a function of PyTorch, in which the function mode is off; but a backward
         # pass runs code of the program.
         backward = torch.autograd._engine_run_backward
@@ -452,60 +450,30 @@ class SimulatedGpu:
             # Zeros that autograd makes itself, in place of gradients that are missing, lie beside
             # the others.
             with torch._C.DisableTorchFunction():
-                place = "device memory" if any(map(self.on_gpu, _tensors(args))) else None
+                place = _DEVICE if any(map(self.on_gpu, _tensors(args))) else None
             with _Functions(self), self.placing(place):
                 return backward(*args, **kwargs)
 
-        self._stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", backward_in_mode))
-        self._stack.enter_context(after_functions(self.placed_in_backward))
-        if _loader.native is not None:
-            self._stack.enter_context(mock.patch.object(_loader, "native", _Native(_loader.native)))
-            before = _loader.record["backend"]
-            self._stack.enter_context(mock.patch.dict(_loader.record, {"backend": "cuda"}))
-            if before != "emulated":
-                # Without code for the CPU, where what they mean stands in.
-                questions = (batch_norm_act, "serves"), (batch_norm_pool, "serves"), (align_conv, "_has_kernels")
-                for module, question in questions:
-                    self._stack.enter_context(mock.patch.object(module, question, lambda *_: False))
-        self._follow_threads()
-        self.active = True
-        self._stack.enter_context(self._modes())
-        return self
+        yield torch.autograd, "_engine_run_backward", backward_in_mode
 
-    def __exit__(self, *error: object) -> None:
-        self.active = False
-        self._stack.close()
-
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
-        with _Functions(self), _Operators(self):
-            yield
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """The stand-in's own work on tensors."""
-        with torch._C.DisableTorchFunction(), torch.utils._mode_utils.no_dispatch():
-            yield
-
-    def _follow_threads(self) -> None:
-        """Threads work under the modes too; a task comes after what its thread did before it was
-        handed over, a result after the task.
-        """
-        gpu, run, submit, result = self, threading.Thread.run, ThreadPoolExecutor.submit, Future.result
+        # Threads work under the modes too; a task comes after what its thread did before it was
+        # handed over, a result after the task.
+        run, submit, result = threading.Thread.run, ThreadPoolExecutor.submit, Future.result
 
         def run_in_modes(thread: threading.Thread) -> None:
-            with gpu._modes():
+            with self._modes():
                 run(thread)
 
         def submit_with_order(pool: ThreadPoolExecutor, function: Callable, /, *args: Any, **kwargs: Any) -> Future:
-            handed_over, done = gpu.hand_over(), object()
+            begun, done = object(), object()
+            self.hand_over(begun)
 
             def task() -> Any:
-                gpu.take_over(handed_over)
+                self.take_over(begun)
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    gpu.hand_over(done)
+                    self.hand_over(done)
 
             future = submit(pool, task)
             future.done_at = done
@@ -516,34 +484,40 @@ class SimulatedGpu:
                 return result(future, timeout)
             finally:
                 if hasattr(future, "done_at") and future.done():
-                    gpu.take_over(future.done_at)
+                    self.take_over(future.done_at)
 
-        for owner, name, replacement in (
-            (threading.Thread, "run", run_in_modes),
-            (ThreadPoolExecutor, "submit", submit_with_order),
-            (Future, "result", result_with_order),
-        ):
-            self._stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield threading.Thread, "run", run_in_modes
+        yield ThreadPoolExecutor, "submit", submit_with_order
+        yield Future, "result", result_with_order
 
-    def hand_over(self, event: object | None = None) -> object:
-        """What the current host thread did and knows, for another one."""
-        event = object() if event is None else event
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        with _Functions(self), _Operators(self):
+            yield
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The simulation's own work on tensors."""
+        with torch._C.DisableTorchFunction(), torch.utils._mode_utils.no_dispatch():
+            yield
+
+    def hand_over(self, event: object) -> None:
+        """The event is what the current host thread did and knows, for another one."""
         with self.lock:
             self.checker.record(event, self.checker.host())
-        return event
 
     def take_over(self, event: object) -> None:
+        """What the current host thread does next comes after the event."""
         with self.lock:
             self.checker.wait(self.checker.host(), event)
 
     def placed_in_backward(self, results: Any) -> Any:
         """In the backward pass, an operation runs on its stream of the forward pass."""
+        return place_in_backward(results, self.stream, self._switch)
 
-        def switch(stream: Stream) -> Stream:
-            before, self.local.stream = self.stream, stream
-            return before
-
-        return place_in_backward(results, self.stream, switch)
+    def _switch(self, stream: Stream) -> Stream:
+        before, self.local.stream = self.stream, stream
+        return before
 
     # What the host waits for
 
@@ -587,24 +561,17 @@ class SimulatedGpu:
 
     # Memory
 
-    def tensor_at(self, address: int) -> Tensor:
-        """The tensor whose address the program has asked for."""
-        return self.tensors_by_address[address]
-
-    def stream_at(self, address: int) -> Stream:
-        return self.streams_by_address[address]
-
     def block(self, tensor: Tensor) -> _Block | None:
         """The block of a tensor on the GPU or in pinned memory; None for other memory of the
         host.
         """
-        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
         hold = getattr(tensor.untyped_storage(), "hold", None)
         if hold is None:
             return None
         if hold.block.gpu is not self:
-            # Of another stand-in, which has ended: kept by a cache of the program. All that was
+            # Of another simulation, which has ended: kept by a cache of the program. All that was
             # done to it is long past.
             return self.place(tensor, hold.block.kind, "an earlier run")
         return hold.block
@@ -615,17 +582,17 @@ class SimulatedGpu:
 
     def on_gpu(self, tensor: Tensor) -> bool:
         block = self.block(tensor)
-        return block is not None and block.kind == "device memory"
+        return block is not None and block.on_gpu
 
     def place(self, tensor: Tensor, kind: str, made_by: str) -> _Block:
+        """Makes the memory of a tensor a block. The caller reports an access: whoever had this
+        memory before had it in the order of the current stream.
+        """
         storage = tensor.untyped_storage()
         block = _Block(self, kind, storage, made_by)
         storage.hold = _Hold(block)
-        if kind == "device memory" and block.graph is None:
+        if block.on_gpu and block.graph is None:
             self.reuse_freed()
-            if storage.nbytes():
-                # Whoever had this memory before had it in the order of this stream.
-                self.checker.access(self.stream, [], [(block, 0, storage.nbytes())], f"allocation by {made_by}")
         return block
 
     def share(self, tensor: Tensor, source: Tensor) -> None:
@@ -640,135 +607,120 @@ class SimulatedGpu:
         """
         freed = self.freed[self.stream]
         while freed:
-            block, at = freed.pop()
-            self.checker.reuse(self.stream, block, block.recorded, at)
+            block, known = freed.pop()
+            self.checker.reuse(self.stream, block, block.recorded, known)
 
     # Work
 
     def native(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A native function without a schema."""
         with self.lock, self.quiet():
-            given = [t for t in _tensors((args, kwargs)) if t.device.type == "cpu"]
-            blocks = [self.block(t) for t in given]
-            if not any(block is not None for block in blocks) and not any(map(_is_cuda, (*args, *kwargs.values()))):
+            given = [(t, self.block(t)) for t in _tensors((args, kwargs)) if t.is_cpu]
+            if not any(block is not None for _, block in given) and not any(map(_is_cuda, (*args, *kwargs.values()))):
                 return function(*args, **kwargs)
             args, kwargs = _map(_on_host, args), _map(_on_host, kwargs)
-            copies = {id(t): torch._lazy_clone(_copy(t)) for t in given}
-            results = function(*_swapped(args, copies), **_swapped(kwargs, copies))
-            written = [t for t in given if not torch._C._is_cow_tensor(copies[id(t)])]
-            sources = {copies[id(t)].untyped_storage()._cdata: t for t in given}
-            reads = [t for t in given if not any(t is w for w in written)]
+            copies = {id(t): torch._lazy_clone(_copy(t)) for t, _ in given}
+            swapped = _map(lambda part: copies.get(id(part), part), (args, kwargs))
+            results = function(*swapped[0], **swapped[1])
+            written = {id(t) for t, _ in given if not torch._C._is_cow_tensor(copies[id(t)])}
+            reads = [pair for pair in given if id(pair[0]) not in written]
+            writes = [pair for pair in given if id(pair[0]) in written]
+            if self.recording is not None:
+                self.recording.save(writes)
+            with torch.no_grad():
+                for t, _ in writes:
+                    # As native code writes: behind autograd's back.
+                    t.data.copy_(copies[id(t)])
+            sources = {copies[id(t)].untyped_storage()._cdata: t for t, _ in given}
 
             def back(result: Any) -> Any:
                 return sources.get(result.untyped_storage()._cdata, result) if isinstance(result, Tensor) else result
 
-            if self.recording is not None:
-                for t in written:
-                    if (block := self.block(t)) is not None:
-                        self.recording.save(t, block)
-            with torch.no_grad():
-                for t in written:
-                    # As native code writes: behind autograd's back.
-                    t.data.copy_(copies[id(t)])
             results = _map(back, results)
-            fresh = [r for r in _tensors(results) if self.block(r) is None]
             where = f"mose_fast._C.{name}"
-            for r in fresh:
-                self.place(r, "device memory", where)
-            self._report(where, reads, [*written, *fresh])
-            if self.recording is not None:
-                self._record(function, args, kwargs, results, fresh)
+            fresh = [(r, self.place(r, _DEVICE, where)) for r in _tensors(results) if self.block(r) is None]
+            self._report(where, reads, writes + fresh)
+            self._record(function, args, kwargs, results, fresh)
             return results
 
     def operator(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An operator of the dispatcher."""
-        name = func._schema.name
-        given = _tensors((args, kwargs))
-        blocks = [self.block(t) for t in given]
-        place = getattr(self.local, "place", None)
-        if place is None and not any(block is not None for block in blocks):
+        about = _about(func)
+        if about.makes_views:
             return func(*args, **kwargs)
+        given, reads, writes = about.placed(self.block, args, kwargs)
+        place = getattr(self.local, "place", None)
+        if place is None and not any(block is not None for _, block in given):
+            return func(*args, **kwargs)
+        name = about.name
         if name == "aten::copy_":
             return self._copied(func, args, kwargs)
         with self.lock:
-            there = [block is not None and block.kind == "device memory" for block in blocks]
-            on_gpu = any(there)
-            strange = [t for t, is_there in zip(given, there, strict=True) if on_gpu and t.dim() and not is_there]
-            if strange and name not in _INDEXING:
-                where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the GPU"
-                raise RuntimeError(f"Expected all tensors to be on the same device: {where}")
-            waits = (
-                name in _WAITS or bool(strange) or (name in _INDEXING and any(_is_mask(t) for t in _tensors(args[1])))
-            )
-            if on_gpu and waits:
-                self.not_while_capturing(name)
-            reads, writes = _by_schema(func._schema, args, kwargs)
-            if name in _READS_NO_ARGUMENT:
-                reads = []
-            if self.recording is not None and on_gpu:
-                for t in writes:
-                    if (block := self.block(t)) is not None:
-                        self.recording.save(t, block)
-            results = func(*args, **kwargs)
-            known = {t.untyped_storage()._cdata for t in given if t.layout == torch.strided and t.device.type == "cpu"}
-            fresh = [
-                r
-                for r in _tensors(results)
-                if r.device.type == "cpu" and r.untyped_storage()._cdata not in known and self.block(r) is None
-            ]
-            kind = place or ("device memory" if on_gpu else None)
-            if kind in ("device memory", "pinned memory"):
-                for r in fresh:
-                    self.place(r, kind, name)
-            elif not on_gpu:
-                fresh = []
-            if name in _LOOKS_AT_NOTHING or name.startswith("aten::empty"):
-                written = writes
-            else:
-                written = [*writes, *(fresh if kind == "device memory" else [])]
-            if on_gpu or kind == "device memory":
-                self._report(name, reads, written)
-                if self.recording is not None:
-                    self._record(func, args, kwargs, results, fresh)
+            on_gpu, waits = any(block is not None and block.on_gpu for _, block in given), about.waits
+            if on_gpu:
+                strange = [t for t, block in given if (block is None or not block.on_gpu) and t.dim()]
+                if strange and not about.indexes:
+                    where = f"{name} got one of shape {tuple(strange[0].shape)} on the host and others on the GPU"
+                    raise RuntimeError(f"Expected all tensors to be on the same device: {where}")
+                waits = waits or bool(strange) or (about.indexes and any(map(_is_mask, _tensors(args[1]))))
                 if waits:
+                    self.not_while_capturing(name)
+                if self.recording is not None:
+                    self.recording.save(writes)
+            results = func(*args, **kwargs)
+            kind = place or (_DEVICE if on_gpu else None)
+            fresh: list[_Placed] = []
+            if kind in (_DEVICE, _PINNED):
+                # Some operators return an argument, or a part of it.
+                on_host = [t.untyped_storage()._cdata for t, block in given if block is None and t.is_cpu]
+                for r in _tensors(results):
+                    if r.is_cpu and self.block(r) is None and r.untyped_storage()._cdata not in on_host:
+                        fresh.append((r, self.place(r, kind, name)))
+            if kind == _DEVICE and not (self.recording is not None and about.makes_empty):
+                writes = writes + fresh
+            if on_gpu or kind == _DEVICE:
+                self._report(name, reads, writes)
+                self._record(func, args, kwargs, results, fresh)
+                if on_gpu and waits:
                     self.wait_for(self.stream)
             else:
-                self._report(name, reads, written, self.checker.host())
+                self._report(name, reads, writes, self.checker.host())
             return results
 
     def _copied(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``copy_``, between host and GPU too."""
-        target, source = args[:2]
+        source, target = ((t, self.block(t)) for t in (args[1], args[0]))
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        to, of = ("host" if block is None else block.kind for block in map(self.block, (target, source)))
+        of, to = (_HOST if block is None else block.kind for _, block in (source, target))
         with self.lock:
-            if "device memory" not in (to, of):
+            if _DEVICE not in (to, of):
                 results = func(*args, **kwargs)
                 self._report("copy_", [source], [target], self.checker.host())
                 return results
             crosses = to != of
             # Memory of the host that is not pinned is read or written before the call returns.
-            through_host = crosses and "host" in (to, of)
-            waits = crosses and (waits or to == "host") and not (of == "host" and source.dim() == 0)
+            through_host = crosses and _HOST in (to, of)
+            waits = crosses and (waits or to == _HOST) and not (of == _HOST and source[0].dim() == 0)
             if waits or through_host:
                 self.not_while_capturing("a copy that the host waits for")
             if self.recording is not None:
-                self.recording.save(target, self.block(target))
+                self.recording.save([target])
             results = func(*args, **kwargs)
             self._report(f"copy of {of} to {to}", [source], [target])
-            if self.recording is not None:
-                self._record(func, args, kwargs, results, [])
+            self._record(func, args, kwargs, results, [])
             if waits:
                 self.wait_for(self.stream)
             return results
 
     def _record(
-        self, function: Callable, args: tuple, kwargs: dict[str, Any], results: Any, fresh: list[Tensor]
+        self, function: Callable, args: tuple, kwargs: dict[str, Any], results: Any, fresh: list[_Placed]
     ) -> None:
-        """Notes a launch for replays, with its results where they are."""
-        kept = self.recording.kept
-        args, kwargs = _map(kept, args), _map(kept, kwargs)
-        places = [(i, r) for i, r in enumerate(_tensors(results)) if any(r is f for f in fresh)]
+        """Notes a launch for replays, with its results where they are, if a graph is captured."""
+        if self.recording is None:
+            return
+        args, kwargs = _map(self.recording.kept, args), _map(self.recording.kept, kwargs)
+        made = {id(t) for t, _ in fresh}
+        places = [(i, r) for i, r in enumerate(_tensors(results)) if id(r) in made]
 
         def again() -> None:
             found = _tensors(function(*args, **kwargs))
@@ -777,24 +729,14 @@ class SimulatedGpu:
 
         self.recording.launches.append(again)
 
-    def _report(self, what: str, reads: list[Tensor], writes: list[Tensor], stream: Any = None) -> None:
+    def _report(self, what: str, reads: list[_Placed], writes: list[_Placed], stream: Any = None) -> None:
         stream = self.stream if stream is None else stream
-        read, written = self._extents(reads), self._extents(writes)
+        read, written = _ranges(reads), _ranges(writes)
         if self.recording is not None and stream is self.stream:
             self.recording.note(stream, read, written, what)
         elif read or written:
-            self.launches += 1
             self.streams.add(stream)
             self.checker.access(stream, read, written, what)
-
-    def _extents(self, tensors: list[Tensor]) -> list[tuple[_Block, int, int]]:
-        found = []
-        for t in tensors:
-            block = self.block(t)
-            if block is not None and t.numel():
-                start = t.data_ptr() - block.address
-                found.append((block, start, start + _extent(t) * t.element_size()))
-        return found
 
     @contextmanager
     def placing(self, kind: str | None) -> Iterator[None]:
@@ -808,11 +750,10 @@ class SimulatedGpu:
     def moved(self, tensor: Tensor, to_gpu: bool, how: dict[str, Any], non_blocking: bool) -> Tensor:
         """A copy at the other place."""
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError("the stand-in moves no tensor that requires a gradient")
-        kind = "device memory" if to_gpu else "pinned memory" if non_blocking else "host"
-        with self.placing(kind), torch.no_grad():
-            target = torch.empty_like(tensor, **how)
+            raise NotImplementedError("the simulated GPU moves no tensor that requires a gradient")
         with torch.no_grad():
+            with self.placing(_DEVICE if to_gpu else _PINNED if non_blocking else _HOST):
+                target = torch.empty_like(tensor, **how)
             return target.copy_(tensor, non_blocking=non_blocking)
 
 
@@ -820,6 +761,10 @@ class _Operators(TorchDispatchMode):
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
         self.gpu = gpu
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it takes as long as an operator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if not self.gpu.active:
@@ -834,24 +779,18 @@ class _Functions(TorchFunctionMode):
     def __init__(self, gpu: SimulatedGpu) -> None:
         super().__init__()
         self.gpu = gpu
-        get = {
-            torch.Tensor.device.__get__: lambda t: _CUDA if gpu.on_gpu(t) else None,
-            torch.Tensor.is_cuda.__get__: lambda t: gpu.on_gpu(t) or None,
-            torch.Tensor.is_cpu.__get__: lambda t: False if gpu.on_gpu(t) else None,
-        }
-        self.get = get
-        self.call = {
-            torch.Tensor.to: self._to,
-            torch.Tensor.cpu: lambda t, **_: self._to(t, "cpu"),
-            torch.Tensor.cuda: lambda t, device=None, non_blocking=False: self._to(
-                t, "cuda", non_blocking=non_blocking
-            ),
-            torch.Tensor.tolist: self._tolist,
+        on_gpu, to = gpu.on_gpu, self._to
+        self.instead = {
+            torch.Tensor.device.__get__: lambda t, *_: _CUDA if on_gpu(t) else t.device,
+            torch.Tensor.is_cuda.__get__: lambda t, *_: on_gpu(t) or t.is_cuda,
+            torch.Tensor.is_cpu.__get__: lambda t, *_: t.is_cpu and not on_gpu(t),
+            torch.Tensor.to: to,
+            torch.Tensor.cpu: lambda t, **_: to(t, "cpu"),
+            torch.Tensor.cuda: lambda t, device=None, non_blocking=False: to(t, "cuda", non_blocking=non_blocking),
+            torch.Tensor.tolist: lambda t: torch.Tensor.tolist(self._host(t)),
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.pin_memory: self._pin_memory,
-            torch.Tensor.is_pinned: lambda t, device=None: (
-                (block := gpu.block(t)) is not None and block.kind == "pinned memory"
-            ),
+            torch.Tensor.is_pinned: lambda t, device=None: getattr(gpu.block(t), "kind", _HOST) == _PINNED,
             torch.Tensor.data_ptr: self._data_ptr,
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.new_tensor: self._new_tensor,
@@ -860,34 +799,31 @@ class _Functions(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if not self.gpu.active:
+        gpu, kwargs = self.gpu, kwargs or {}
+        if not gpu.active:
             return func(*args, **kwargs)
-        if func in self.get:
-            found = self.get[func](args[0])
-            return func(*args) if found is None else found
-        if func in self.call:
-            return self.call[func](*args, **kwargs)
+        if (instead := self.instead.get(func)) is not None:
+            return instead(*args, **kwargs)
         kind = None
         if kwargs.get("pin_memory"):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-            kind = "pinned memory"
+            kind = _PINNED
         if (device := kwargs.get("device")) is not None and (device := torch.device(device)).type != "meta":
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
-            kind = "device memory" if device.type == "cuda" else kind or "host"
-        if kind is None and getattr(self.gpu.local, "place", None) is None:
-            return self.gpu.placed_in_backward(func(*args, **kwargs))
-        with self.gpu.placing(kind):
-            return self.gpu.placed_in_backward(func(*args, **kwargs))
+            kind = _DEVICE if device.type == "cuda" else kind or _HOST
+        if kind is None and getattr(gpu.local, "place", None) is None:
+            return gpu.placed_in_backward(func(*args, **kwargs))
+        with gpu.placing(kind):
+            return gpu.placed_in_backward(func(*args, **kwargs))
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        on_gpu = self.gpu.on_gpu(tensor)
         if args and isinstance(args[0], Tensor):
             args = (_CUDA if self.gpu.on_gpu(args[0]) else torch.device("cpu"), args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         how = {} if dtype is None else {"dtype": dtype}
         if memory_format is not None:
             how["memory_format"] = memory_format
-        on_gpu = self.gpu.on_gpu(tensor)
         wanted = on_gpu if device is None else device.type == "cuda"
         if wanted == on_gpu:
             return torch.Tensor.to(tensor, copy=copy, **how) if how or copy else tensor
@@ -900,15 +836,12 @@ class _Functions(TorchFunctionMode):
         block = self.gpu.block(tensor)
         if block is None:
             return tensor
-        if block.kind == "device memory":
+        if block.on_gpu:
             with torch.no_grad():
                 return self.gpu.moved(tensor, False, {}, False)
         with self.gpu.lock:
-            self.gpu._report("the host", [tensor], [], self.gpu.checker.host())
+            self.gpu._report("the host", [(tensor, block)], [], self.gpu.checker.host())
         return tensor
-
-    def _tolist(self, tensor: Tensor) -> Any:
-        return torch.Tensor.tolist(self._host(tensor))
 
     def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
         if self.gpu.on_gpu(tensor):
@@ -919,7 +852,7 @@ class _Functions(TorchFunctionMode):
         return torch.Tensor.numpy(self._host(tensor), **kwargs)
 
     def _pin_memory(self, tensor: Tensor, device: Any = None) -> Tensor:
-        with self.gpu.placing("pinned memory"):
+        with self.gpu.placing(_PINNED):
             pinned = torch.empty_like(tensor)
         return pinned.copy_(tensor)
 
@@ -932,10 +865,10 @@ class _Functions(TorchFunctionMode):
 
     def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         """PyTorch copies the storage, which no operator does."""
-        copied = torch.Tensor.__deepcopy__(tensor, memo)
-        block = self.gpu.block(tensor)
-        if block is not None and self.gpu.block(copied) is None:
-            self.gpu.place(copied, block.kind, "copy.deepcopy")
+        copied, gpu = torch.Tensor.__deepcopy__(tensor, memo), self.gpu
+        block = gpu.block(tensor)
+        if block is not None and gpu.block(copied) is None:
+            gpu._report("copy.deepcopy", [], [(copied, gpu.place(copied, block.kind, "copy.deepcopy"))])
         return copied
 
     def _tensor(self, data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -949,30 +882,87 @@ class _Functions(TorchFunctionMode):
         return self._tensor(data, dtype=like.dtype if dtype is None else dtype, device=device, **kwargs)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
-        made = (
-            data
-            if isinstance(data, Tensor) and (dtype is None or data.dtype == dtype)
-            else torch.as_tensor(data, dtype=dtype)
-        )
+        whole = isinstance(data, Tensor) and dtype in (None, data.dtype)
+        made = data if whole else torch.as_tensor(data, dtype=dtype)
         return made if device is None else self._to(made, device)
+
+
+class _About:
+    """What the schema of an operator says."""
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.name = schema.name
+        self.waits, self.indexes = self.name in _WAITS, self.name in _INDEXING
+        self.makes_empty = self.name.startswith(("aten::empty", "aten::new_empty"))
+        self.running_statistics = self.name in _WRITES_RUNNING_STATISTICS
+        #: Of each argument with tensors: place, name, whether its elements are read, or written.
+        self.tensors: list[tuple[int, str, bool, bool]] = []
+        for position, argument in enumerate(schema.arguments):
+            if "Tensor" in str(argument.type):
+                alias = argument.alias_info
+                reads = alias is None and self.name not in _READS_NO_ARGUMENT
+                self.tensors.append((position, argument.name, reads, alias is not None and alias.is_write))
+        #: It looks at no element, and what it returns is part of its argument.
+        self.makes_views = bool(self.tensors) and not any(r or w for *_, r, w in self.tensors)
+        self.makes_views &= any(result.alias_info is not None for result in schema.returns)
+
+    def placed(
+        self, block: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[_Placed], list[_Placed], list[_Placed]]:
+        """The tensors that an operator is given, those that it reads, and those that it writes."""
+        given: list[_Placed] = []
+        reads: list[_Placed] = []
+        writes: list[_Placed] = []
+        for position, name, is_read, is_written in self.tensors:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(part, Tensor):
+                    pair = part, block(part)
+                    given.append(pair)
+                    if is_read:
+                        reads.append(pair)
+                    elif is_written:
+                        writes.append(pair)
+        if self.running_statistics and args[5]:
+            writes += [(t, block(t)) for t in _tensors(args[3:5])]
+        return given, reads, writes
+
+
+_about = cache(_About)
+
+
+def _ranges(tensors: list[_Placed]) -> list[_Range]:
+    found = []
+    for t, block in tensors:
+        if block is not None and t.numel():
+            start = t.data_ptr() - block.address
+            size = t.nbytes if t.is_contiguous() else _extent(t) * t.element_size()
+            found.append((block, start, start + size))
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last in memory."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 if tensor.numel() else 0
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the original, in memory of its own."""
+    extent = _extent(tensor)
+    return tensor.detach().as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     """All tensors in arguments or results, in order."""
-    found: list[Tensor] = []
-    _gather(value, found)
-    return found
-
-
-def _gather(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            _gather(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _gather(part, found)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -993,40 +983,5 @@ def _on_host(value: Any) -> Any:
     return type(value)("cpu") if _is_cuda(value) else value
 
 
-def _swapped(value: Any, copies: dict[int, Tensor]) -> Any:
-    return _map(lambda part: copies.get(id(part), part), value)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last in memory."""
-    return (
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if tensor.numel()
-        else 0
-    )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the strides of the original, in memory of its own."""
-    extent = _extent(tensor)
-    return tensor.detach().as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
-
-
 def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bool, torch.uint8)
-
-
-def _by_schema(schema: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors whose elements an operator reads, and those that it writes."""
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for position, argument in enumerate(schema.arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        alias = argument.alias_info
-        if alias is None:
-            reads.extend(_tensors(value))
-        elif alias.is_write:
-            writes.extend(_tensors(value))
-    if schema.name in _WRITES_RUNNING_STATISTICS and args[5]:
-        writes.extend(_tensors(args[3:5]))
-    return reads, writes

@@ -39,10 +39,10 @@ needs_kernels = pytest.mark.skipif(
     reason="needs the emulated GPU's kernels, with which .ci/run runs this file, too",
 )
 
-# Two tasks of seven batches. The first batch trains nothing; of each task, the second step is
+# Two tasks of five batches. The first batch trains nothing; of each task, the second step is
 # captured.
 SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 28, "batch": 4},
+    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 20, "batch": 4},
     "options": {"experts": 2, "buffer_batch": 4, "new_extra": 2},
     # With an emulated GPU's library its kernels run, which want 8 channels; else PyTorch stands in
     # for them.
@@ -121,9 +121,9 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
     """
     with SimulatedGpu(done=done) as gpu:
         config = settings(step=step, feed=feed, kernels="torch" if feed == "torch" else "fused")
-        losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=12)
+        losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=8)
     assert not gpu.races and not gpu.broken, report(gpu)
-    assert [batch for batch, _ in losses.told] == list(range(1, 15))
+    assert [batch for batch, _ in losses.told] == list(range(1, 11))
     # It went the way of a GPU: streams of steps, plans and checkpoints in both runs, a thread that
     # writes, and graphs.
     streams = {str(stream) for stream in gpu.streams}
@@ -177,7 +177,7 @@ def test_a_capture_that_fails_leaves_order():
     ):
         results = run(settings())
     assert not gpu.races and gpu.replays == 0
-    assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 13, 1)
+    assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (9, 9, 1)
     assert results["resolved"]["step"] == "eager" and "not permitted" in results["resolved"]["reasons"]["step"]
 
 
@@ -196,7 +196,7 @@ def test_a_capture_that_is_broken_once_is_tried_again():
             results = run(settings(), listeners=[Breaks()] * breaks)
         assert not gpu.races and gpu.broken == ["a thread of another library"] * breaks
         assert results["resolved"]["step"] == "captured"
-        assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 2, int(breaks))
+        assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (9, 2, int(breaks))
         found.append(results["weights_sha256"])
     assert found[0] == found[1]
 
@@ -244,5 +244,5 @@ def test_a_loop_that_forgets_to_wait_is_reported(tmp_path, monkeypatch, kind):
         if kind == "words to the allocator":  # in the loop what is read is held for other reasons, too
             a_ring_alone()
         else:
-            two_tasks(settings(), tmp_path / "run", monkeypatch, bad=12)
+            two_tasks(settings(), tmp_path / "run", monkeypatch, bad=8)
     assert gpu.races
