@@ -15,6 +15,7 @@ function took a mutable pointer of are what it writes.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import threading
 import weakref
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -35,8 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast import _loader
 from mose_fast.ops import align_conv, batch_norm_act, batch_norm_pool
-from tests.races.backward_streams import after_functions
-from tests.races.backward_streams import place as place_in_backward
 from tests.races.checker import Checker, Memory, Race
 
 __all__ = ["Event", "SimulatedGpu", "Stream"]
@@ -47,23 +46,16 @@ _CUDA = torch.device("cuda", 0)
 _DEVICE, _PINNED, _HOST = "device memory", "pinned memory", "host"
 
 # The host waits for their results on a GPU, whose size or value it needs.
-_WAITS = {
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::bincount",
-    "aten::_unique2",
-}
-_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_WAITS = {"nonzero", "masked_select", "_local_scalar_dense", "equal", "bincount", "_unique2"}
+# They do if they are indexed by a mask.
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 # In training they change ``running_mean`` and ``running_var``, which their schema does not say.
-_WRITES_RUNNING_STATISTICS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_WRITES_RUNNING_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 
 # They look at no element of their arguments.
-_READS_NO_ARGUMENT = {
-    f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_like")
-} | {f"aten::new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")}
+_READS_NO_ARGUMENT = {f"{name}_like" for name in ("zeros", "ones", "full", "rand", "randn", "empty")}
+_READS_NO_ARGUMENT |= {f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")}
 
 
 class _Block(Memory):
@@ -132,10 +124,7 @@ class Stream:
     def synchronize(self) -> None:
         SimulatedGpu.current.wait_for(self)
 
-    def query(self) -> bool:
-        return self.record_event().query()
-
-    def is_capturing(self) -> bool:
+    def is_capturing(self) -> bool:  # which PyTorch's optimisers ask
         return SimulatedGpu.current.recording is not None
 
 
@@ -243,13 +232,12 @@ class Graph:
     the same memory.
     """
 
-    def __init__(self, keep_graph: bool = False) -> None:
-        self.recording: _Recording | None = None
-        self._pool: Any = None
+    recording: _Recording | None = None
+
+    def __init__(self, keep_graph: bool = False) -> None: ...
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         gpu = SimulatedGpu.current
-        self._pool = object() if pool is None else pool
         gpu.local.recording = _Recording(gpu.stream, stop=gpu.checker.stop)
         gpu.begin_capture(gpu.local.recording)
 
@@ -265,9 +253,6 @@ class Graph:
         self.recording = recording
         for race in recording.end():
             gpu.checker.report(race)
-
-    def pool(self) -> Any:
-        return self._pool
 
     def replay(self) -> None:
         gpu, recording = SimulatedGpu.current, self.recording
@@ -357,6 +342,8 @@ class SimulatedGpu:
         self.to_wait: list[str] = []
         self.broken: list[str] = []
         self.tensors_by_address: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        #: At whose end the stream before it becomes the current one again.
+        self.backward_pass = -1
         self.replays = 0
         self.streams: set[Any] = set()
 
@@ -378,7 +365,6 @@ class SimulatedGpu:
         # A capture of the simulated GPU always comes to its end.
         ended = mock.Mock(side_effect=RuntimeError)
         self._stack.enter_context(mock.patch.object(torch._C, "_cuda_endAllocateToPool", ended, create=True))
-        self._stack.enter_context(after_functions(self.placed_in_backward))
         if _loader.native is not None:
             self._stack.enter_context(mock.patch.object(_loader, "native", _Native(_loader.native)))
             before = _loader.record["backend"]
@@ -398,29 +384,24 @@ class SimulatedGpu:
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What of PyTorch and of Python's threads is replaced, and by what."""
-        cuda = {
+        facts = {"is_available": True, "device_count": 1, "current_device": 0, "get_device_name": "simulated"}
+        facts |= {"get_device_capability": (9, 0), "mem_get_info": (2**33, 2**33)}
+        facts |= {"max_memory_allocated": 0, "memory_allocated": 0, "reset_peak_memory_stats": None}
+        for name, value in facts.items():
+            yield torch.cuda, name, lambda device=None, value=value: value
+        for name, replacement in {
             "Stream": Stream,
             "Event": Event,
             "CUDAGraph": Graph,
             "graph": _captured,
             "stream": _on_stream,
             "current_stream": lambda device=None: self.stream,
-            "default_stream": lambda device=None: self.default,
             "synchronize": lambda device=None: self.wait_for_all(),
             "is_current_stream_capturing": lambda: self.recording is not None,
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
             "device": lambda device=None: contextlib.nullcontext(),
-            "get_device_name": lambda device=None: "simulated",
-            "get_device_capability": lambda device=None: (9, 0),
-            "mem_get_info": lambda device=None: (2**33, 2**33),
-            "max_memory_allocated": lambda device=None: 0,
-            "memory_allocated": lambda device=None: 0,
-            "reset_peak_memory_stats": lambda device=None: None,
             "empty_cache": lambda: self.may_wait("caches of the allocator that are emptied"),
-        }
-        yield from ((torch.cuda, *item) for item in cuda.items())
+        }.items():
+            yield torch.cuda, name, replacement
         # Its own check of arguments comes before any mode.
         yield torch.Tensor, "record_stream", lambda tensor, stream: self.record_stream(tensor, stream)
         by_dlpack, autocast = torch.from_dlpack, torch.autocast
@@ -455,6 +436,14 @@ class SimulatedGpu:
                 return backward(*args, **kwargs)
 
         yield torch.autograd, "_engine_run_backward", backward_in_mode
+
+        # Function modes do not see these.
+        apply = inspect.getattr_static(torch.autograd.Function, "apply")
+
+        def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            return self.placed_in_backward(apply.__get__(None, function)(*args, **kwargs))
+
+        yield torch.autograd.Function, "apply", classmethod(applied)
 
         # Threads work under the modes too; a task comes after what its thread did before it was
         # handed over, a result after the task.
@@ -512,12 +501,32 @@ class SimulatedGpu:
             self.checker.wait(self.checker.host(), event)
 
     def placed_in_backward(self, results: Any) -> Any:
-        """In the backward pass, an operation runs on its stream of the forward pass."""
-        return place_in_backward(results, self.stream, self._switch)
+        """Places the operation that made ``results``, and the weights that it reads, on its stream
+        in the backward pass too, as autograd does on a GPU. The waits that autograd adds between
+        streams are left out. Returns the results.
+        """
+        if not isinstance(results, (Tensor, tuple, list)):
+            return results
+        with torch._C.DisableTorchFunction():
+            # Of the nodes that an operation makes, only the last one is seen at its results.
+            nodes = [t.grad_fn for t in ((results,) if isinstance(results, Tensor) else results) if torch.is_tensor(t)]
+            while nodes:
+                node = nodes.pop()
+                if node is not None and "stream" not in (about := node.metadata):
+                    about["stream"] = self.stream
+                    node.register_prehook(partial(self._enter, self.stream))
+                    nodes += [before for before, _ in node.next_functions]
+        return results
 
-    def _switch(self, stream: Stream) -> Stream:
+    def _enter(self, stream: Stream, _: Any) -> None:
+        """A node's stream stays the current one until the next node's: autograd sums the gradients
+        of a tensor with several readers between the nodes, on the stream of the node that takes
+        them.
+        """
         before, self.local.stream = self.stream, stream
-        return before
+        if self.backward_pass != (task := torch._C._current_graph_task_id()):
+            self.backward_pass = task
+            torch.autograd.Variable._execution_engine.queue_callback(partial(setattr, self.local, "stream", before))
 
     # What the host waits for
 
@@ -879,7 +888,7 @@ class _Functions(TorchFunctionMode):
 
     def _new_tensor(self, like: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
         device = _CUDA if device is None and self.gpu.on_gpu(like) else device
-        return self._tensor(data, dtype=like.dtype if dtype is None else dtype, device=device, **kwargs)
+        return self._tensor(data, dtype=dtype or like.dtype, device=device, **kwargs)
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         whole = isinstance(data, Tensor) and dtype in (None, data.dtype)
@@ -892,16 +901,16 @@ class _About:
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
-        self.name = schema.name
-        self.waits, self.indexes = self.name in _WAITS, self.name in _INDEXING
-        self.makes_empty = self.name.startswith(("aten::empty", "aten::new_empty"))
-        self.running_statistics = self.name in _WRITES_RUNNING_STATISTICS
+        self.name, name = schema.name, schema.name.removeprefix("aten::")
+        self.waits, self.indexes = name in _WAITS, name in _INDEXING
+        self.makes_empty = name.startswith(("empty", "new_empty"))
+        self.running_statistics = name in _WRITES_RUNNING_STATISTICS
         #: Of each argument with tensors: place, name, whether its elements are read, or written.
         self.tensors: list[tuple[int, str, bool, bool]] = []
         for position, argument in enumerate(schema.arguments):
             if "Tensor" in str(argument.type):
                 alias = argument.alias_info
-                reads = alias is None and self.name not in _READS_NO_ARGUMENT
+                reads = alias is None and name not in _READS_NO_ARGUMENT
                 self.tensors.append((position, argument.name, reads, alias is not None and alias.is_write))
         #: It looks at no element, and what it returns is part of its argument.
         self.makes_views = bool(self.tensors) and not any(r or w for *_, r, w in self.tensors)
