@@ -16,20 +16,25 @@ PACKED = SHARED / "data"
 # The tests are a check of the kernels themselves; only tests/unit/self_check wants that of a first
 # run.
 os.environ["MOSE_FAST_SELF_CHECK"] = "0"
+# No test cuts the power, and waiting for the disk took a minute.
+os.fsync = lambda descriptor: None
 UNPACKED = {"cifar100": "cifar100.npz", "mnist": "mnist.npz", "tiny": "tiny-imagenet-200/wnids.txt"}
 
 # Files that take longest come first: pytest-xdist hands out whole files, and one that comes last
 # leaves the other cores idle.
 LONGEST = (
     "kernels/test_kernels_on_cpu.py",
-    "races/test_methods.py",
-    "unit/methods/test_every_method.py",
-    "system/test_methods_by_command.py",
-    "system/test_kills.py",
     "system/sweep/test_workers.py",
+    "unit/experiments/paper/test_all.py",
+    "system/test_benchmark.py",
+    "races/test_methods.py",
+    "system/tune/test_tune.py",
+    "unit/methods/test_every_method.py",
+    "system/test_kills.py",
+    "unit/bench/test_gpu_check.py",
+    "system/test_methods_by_command.py",
     "races/test_loop.py",
     "unit/methods/test_regression.py",
-    "system/tune/test_tune.py",
     "unit/learner/test_kernels.py",
 )
 

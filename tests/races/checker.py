@@ -1,9 +1,8 @@
-"""Which access to memory comes before which: clocks of streams, events and host threads, and the
-accesses that no order holds apart.
+"""Which access to memory comes before which, and the accesses that no order holds apart.
 
-The clocks are those of PyTorch's own CUDA sanitizer (``torch.cuda._sanitizer``). A host thread is
-one more stream there: what it launches comes after all that it did and knew before, and it learns
-what a stream did by waiting for an event or for the stream.
+Each stream and each host thread has a vector clock, as in ``torch.cuda._sanitizer``. What a thread
+launches comes after all that it did and knew before; it learns what a stream did by waiting for an
+event or for the stream.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from types import CodeType
-
-from torch.cuda._sanitizer import StreamSynchronizations
 
 __all__ = ["Access", "Checker", "Memory", "Race", "RaceError"]
 
@@ -27,8 +25,11 @@ _MOST_RACES = 200
 # Frames of the package that a report names.
 _FRAMES = 4
 
+# For each stream or thread, the number of its last access that comes before.
+_Clock = dict[Hashable, int]
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True, eq=False)
 class Access:
     """One launch, or one action of the host, that reads or writes memory."""
 
@@ -60,35 +61,41 @@ class RaceError(AssertionError):
     """A race, where the checker is to stop at the first one."""
 
 
-@dataclass
-class _Cell:
+@dataclass(slots=True, eq=False)
+class _Piece:
     """A piece of memory: its last write, and the last read of each stream since."""
 
     write: Access | None = None
     reads: dict[Hashable, Access] = field(default_factory=dict)
 
+    def last(self) -> Iterable[Access]:
+        """What a write must come after."""
+        return self.reads.values() or (() if self.write is None else (self.write,))
+
 
 class Memory:
     """One allocation, in pieces that split where accesses begin and end."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self._starts, self._cells = [0, max(size, 1)], [_Cell(), _Cell()]
+    def __init__(self, size: int, name: object) -> None:
+        self.size, self.name = size, name
+        self._starts, self._pieces = [0], [_Piece()]
 
-    def cells(self, start: int, end: int) -> Iterator[_Cell]:
-        """The pieces of the bytes from ``start`` to ``end``."""
+    def __str__(self) -> str:
+        return str(self.name)
+
+    def pieces(self, start: int, end: int) -> list[_Piece]:
+        """Those of the bytes from ``start`` to ``end``."""
+        if start == 0 and end == self.size:
+            return self._pieces
         first, last = self._cut(start), self._cut(end)
-        return iter(self._cells[first:last])
-
-    def all(self) -> Iterator[_Cell]:
-        return iter(self._cells)
+        return self._pieces[first:last]
 
     def _cut(self, at: int) -> int:
         i = bisect_left(self._starts, at)
-        if i == len(self._starts) or self._starts[i] != at:
-            before = self._cells[i - 1]
+        if at < self.size and (i == len(self._starts) or self._starts[i] != at):
+            before = self._pieces[i - 1]
             self._starts.insert(i, at)
-            self._cells.insert(i, _Cell(before.write, dict(before.reads)))
+            self._pieces.insert(i, _Piece(before.write, dict(before.reads)))
         return i
 
 
@@ -107,9 +114,15 @@ class Checker:
     def __init__(self, *, stop: bool = False) -> None:
         self.races: list[Race | str] = []
         self.stop = stop
-        self._order = StreamSynchronizations()
+        self._clocks: defaultdict[Hashable, _Clock] = defaultdict(dict)
+        self._events: dict[Hashable, _Clock] = {}
         self._numbers, self._seen = count(1), set()
         self._local = threading.local()
+        # Launches are many, and what threads know changes seldom: how often it has, when each
+        # stream last learned it, and the last copy of it.
+        self._changes = 0
+        self._told: dict[Hashable, tuple[str, int]] = {}
+        self._known: tuple[tuple[str, int] | None, _Clock] = (None, {})
 
     def host(self) -> str:
         """The name of the current host thread among the streams."""
@@ -117,93 +130,99 @@ class Checker:
         if name is None:
             # Threads may have equal names; a thread that ended must not lend its clock to another.
             name = self._local.name = f"host thread {threading.current_thread().name} #{next(self._numbers)}"
-            self._order.create_stream(name)
         return name
 
     def access(
         self, stream: Hashable, reads: list[tuple[Memory, int, int]], writes: list[tuple[Memory, int, int]], what: str
     ) -> None:
         """A launch on a stream, or an action of the host where ``stream`` is :meth:`host`."""
-        host = self.host()
-        if stream != host:
-            self._learn(stream, host)
-        seq = next(self._numbers)
-        self._order.update_seq_num(stream, seq)
-        where = _where()
+        self._tell(stream)
+        clock, seq, where = self._clocks[stream], next(self._numbers), _where()
+        clock[stream] = seq
+        if isinstance(stream, str):
+            self._changes += 1
         if reads:
             access = Access(seq, stream, False, what, where)
             for memory, start, end in reads:
-                for cell in memory.cells(start, end):
-                    self._check(memory, access, cell.write)
-                    cell.reads[stream] = access
+                for piece in memory.pieces(start, end):
+                    earlier = piece.write
+                    if earlier is not None and clock.get(earlier.stream, 0) < earlier.seq:
+                        self._found(memory, access, earlier)
+                    piece.reads[stream] = access
         if writes:
             access = Access(seq, stream, True, what, where)
             for memory, start, end in writes:
-                for cell in memory.cells(start, end):
-                    for earlier in tuple(cell.reads.values()) or (cell.write,):
-                        self._check(memory, access, earlier)
-                    cell.write, cell.reads = access, {}
+                for piece in memory.pieces(start, end):
+                    for earlier in piece.last():
+                        if clock.get(earlier.stream, 0) < earlier.seq:
+                            self._found(memory, access, earlier)
+                    piece.write, piece.reads = access, {}
 
-    def reuse(self, stream: Hashable, memory: Memory, recorded: set[Hashable], freed: Hashable) -> None:
+    def reuse(self, stream: Hashable, memory: Memory, recorded: set[Hashable], done: _Clock) -> None:
         """Memory that was freed is given away on ``stream``.
 
         Args:
             recorded: Streams that the allocator waits for before it gives the memory away.
-            freed: The event of :meth:`record` of the host thread that freed it: what that thread
-                knew to be done is done.
+            done: What the host thread that freed it knew to be done (:meth:`known`).
         """
-        access = Access(next(self._numbers), stream, True, "reuse of memory whose last reference has gone", _where())
-        done = self._order.recorded_sync_states.pop(freed)
-        for cell in memory.all():
-            for earlier in cell.reads.values() or (cell.write,):
-                if (
-                    earlier is not None
-                    and earlier.stream not in recorded
-                    and earlier.seq > done.get(earlier.stream, -1)
+        clock = self._clocks[stream]
+        for piece in memory.pieces(0, memory.size):
+            for earlier in piece.last():
+                if max(clock.get(earlier.stream, 0), done.get(earlier.stream, 0)) < earlier.seq and (
+                    earlier.stream not in recorded
                 ):
-                    self._check(memory, access, earlier)
+                    what = "reuse of memory whose last reference has gone"
+                    self._found(memory, Access(next(self._numbers), stream, True, what, _where()), earlier)
 
     def record(self, event: Hashable, stream: Hashable) -> None:
-        host = self.host()
-        if stream != host:
-            self._learn(stream, host)
-        self._order.record_state(event, stream)
+        self._tell(stream)
+        self._events[event] = self._clocks[stream].copy()
 
     def wait(self, stream: Hashable, event: Hashable) -> None:
         """What comes next on ``stream``, which may be :meth:`host`, comes after the event."""
-        self._order.stream_wait_for_event(stream, event)
+        self._learn(stream, self._events.get(event, {}))
 
     def wait_for_stream(self, stream: Hashable, other: Hashable) -> None:
         """What comes next on ``stream`` comes after all that was launched on ``other``."""
-        self._learn(stream, other)
+        self._learn(stream, self._clocks[other])
 
     def wait_for_all(self) -> None:
         """The host waits for the GPU."""
-        host = self.host()
-        for stream in list(self._order.current_sync_states):
-            if not str(stream).startswith("host thread"):
-                self._learn(host, stream)
+        for stream in [stream for stream in self._clocks if not isinstance(stream, str)]:
+            self._learn(self.host(), self._clocks[stream])
 
     def knows(self, event: Hashable) -> bool:
         """Whether the host can only find the event done."""
-        known = self._order.current_sync_states[self.host()]
-        return all(known.get(stream, -1) >= seq for stream, seq in self._order.recorded_sync_states[event].items())
+        known = self._clocks[self.host()]
+        return all(known.get(stream, 0) >= seq for stream, seq in self._events[event].items())
 
-    def _learn(self, stream: Hashable, other: Hashable) -> None:
-        self._order.record_state("last state", other)
-        self._order.stream_wait_for_event(stream, "last state")
+    def known(self) -> _Clock:
+        """What the current host thread did and knows."""
+        now = self.host(), self._changes
+        if self._known[0] != now:
+            self._known = now, self._clocks[now[0]].copy()
+        return self._known[1]
 
-    def _check(self, memory: Memory, later: Access, earlier: Access | None) -> None:
-        if (
-            earlier is None
-            or earlier.stream == later.stream
-            or self._order.is_ordered_after(later.stream, earlier.seq, earlier.stream)
-        ):
-            return
+    def _tell(self, stream: Hashable) -> None:
+        """What is launched next comes after all that the host thread knows."""
+        now = self.host(), self._changes
+        if self._told.get(stream) != now and not isinstance(stream, str):
+            self._learn(stream, self._clocks[now[0]])
+            self._told[stream] = now
+
+    def _learn(self, stream: Hashable, other: _Clock) -> None:
+        clock = self._clocks[stream]
+        for one, seq in other.items():
+            if clock.get(one, 0) < seq:
+                clock[one] = seq
+        if isinstance(stream, str):
+            self._changes += 1
+
+    def _found(self, memory: Memory, later: Access, earlier: Access) -> None:
         places = (later.what, later.where, earlier.what, earlier.where)
         if (places not in self._seen or not later.where) and len(self.races) < _MOST_RACES:
             self._seen.add(places)
-            self.report(Race(memory.name, later, earlier))
+            self.report(Race(str(memory), later, earlier))
 
     def report(self, race: Race | str) -> None:
         self.races.append(race)

@@ -1,4 +1,4 @@
-"""A stand-in for DALI's pipeline, with the order that DALI keeps on a GPU and pixels that mean
+"""A simulation of DALI's pipeline, with the order that DALI keeps on a GPU and pixels that mean
 nothing.
 
 Input is copied on the stream that is named with it. A run has a stream of its own, after that copy.
@@ -16,35 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.races.card import Card
+from tests.races.simulated_gpu import SimulatedGpu
 
-__all__ = ["StandInPipeline", "build"]
+__all__ = ["SimulatedPipeline", "build"]
 
 
 class _Made:
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.card = tensor, Card.current
+        self.tensor, self.gpu = tensor, SimulatedGpu.current
 
     def __del__(self) -> None:
-        self.card.may_wait("an output of DALI's that is freed")
+        self.gpu.may_wait("an output of DALI's that is freed")
 
     def as_tensor(self) -> _Made:
         return self
 
     def copy_to_external(self, target: ctypes.c_void_p, stream: ctypes.c_void_p, *, non_blocking: bool) -> None:
         assert non_blocking
-        with torch.cuda.stream(self.card.stream_at(stream.value)):
-            self.card.tensor_at(target.value).copy_(self.tensor)
+        with torch.cuda.stream(self.gpu.streams_by_address[stream.value]):
+            self.gpu.tensors_by_address[target.value].copy_(self.tensor)
 
 
-class StandInPipeline:
+class SimulatedPipeline:
     def __init__(self, size: tuple[int, int]) -> None:
-        self.card, self.size = Card.current, size
-        self.card.may_wait("a pipeline of DALI's that is built")
+        self.gpu, self.size = SimulatedGpu.current, size
+        self.gpu.may_wait("a pipeline of DALI's that is built")
         self.stream = torch.cuda.Stream()
 
     def __del__(self) -> None:
-        self.card.may_wait("a pipeline of DALI's that ends")
+        self.gpu.may_wait("a pipeline of DALI's that ends")
 
     def feed_input(self, name: str, packed: Tensor, cuda_stream: Any) -> None:
         with torch.cuda.stream(self.stream):
@@ -67,6 +67,6 @@ class StandInPipeline:
 
 def build(
     device: torch.device, size: tuple[int, int], views: int, mean: Sequence[float], std: Sequence[float]
-) -> StandInPipeline:
+) -> SimulatedPipeline:
     """In place of ``mose_fast.augment.dali._build``."""
-    return StandInPipeline(size)
+    return SimulatedPipeline(size)

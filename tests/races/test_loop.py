@@ -23,9 +23,9 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, capture
 from mose_fast.train.ring import Ring
-from tests.races.card import Card, Event, Stream
 from tests.races.checker import RaceError
 from tests.races.losses import Losses
+from tests.races.simulated_gpu import Event, SimulatedGpu, Stream
 
 pytestmark = [
     pytest.mark.skipif(_loader.native is None, reason="there is no native library, without which nothing is captured"),
@@ -39,10 +39,10 @@ needs_kernels = pytest.mark.skipif(
     reason="needs the emulated GPU's kernels, with which .ci/run runs this file, too",
 )
 
-# Two tasks of seven batches. The first batch trains nothing; of each task, the second step is
+# Two tasks of five batches. The first batch trains nothing; of each task, the second step is
 # captured.
 SETTINGS = {
-    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 28, "batch": 4},
+    "stream": {"name": "digits", "tasks": 2, "limit_per_task": 20, "batch": 4},
     "options": {"experts": 2, "buffer_batch": 4, "new_extra": 2},
     # With an emulated GPU's library its kernels run, which want 8 channels; else PyTorch stands in
     # for them.
@@ -86,8 +86,8 @@ def two_tasks(config: RunConfig, out: Path, monkeypatch: pytest.MonkeyPatch, bad
     return losses
 
 
-def report(card: Card) -> str:
-    return "\n".join(map(str, [*card.races, *card.broken]))
+def report(gpu: SimulatedGpu) -> str:
+    return "\n".join(map(str, [*gpu.races, *gpu.broken]))
 
 
 def a_ring_alone(feed: str = "fused") -> str:
@@ -119,40 +119,40 @@ def test_the_loop_is_ordered(tmp_path, monkeypatch, step, feed, done):
     """With views made by the step, by the plan (and PyTorch's own kernels and Adam), and by a
     thread of their own.
     """
-    with Card(done=done) as card:
+    with SimulatedGpu(done=done) as gpu:
         config = settings(step=step, feed=feed, kernels="torch" if feed == "torch" else "fused")
-        losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=12)
-    assert not card.races and not card.broken, report(card)
-    assert [batch for batch, _ in losses.told] == list(range(1, 15))
+        losses = two_tasks(config, tmp_path / "run", monkeypatch, bad=8)
+    assert not gpu.races and not gpu.broken, report(gpu)
+    assert [batch for batch, _ in losses.told] == list(range(1, 11))
     # It went the way of a GPU: streams of steps, plans and checkpoints in both runs, a thread that
     # writes, and graphs.
-    streams = {str(stream) for stream in card.streams}
+    streams = {str(stream) for stream in gpu.streams}
     # DALI's is one more, beside that of its thread; with fused kernels there is that of the first
     # expert's branch.
     count = {"fused": 8, "torch": 6, "dali": 12}[feed]
     assert len({s for s in streams if s.startswith("stream")}) == count and any(
         s.startswith("host thread checkpoint") for s in streams
     )
-    assert (card.replays > 4) == (step == "captured")
+    assert (gpu.replays > 4) == (step == "captured")
 
 
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("feed", ["fused", "dali"])
 def test_training_on_the_final_memory_is_ordered(feed):
-    with Card(done=0.3) as card:
+    with SimulatedGpu(done=0.3) as gpu:
         results = run(settings(train_on="final_memory", epochs=2, feed=feed))
-    assert not card.races, report(card)
+    assert not gpu.races, report(gpu)
     assert results["steps"] == 2 * 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("feed", ["fused", "dali"])
 def test_a_ring_alone_is_ordered(feed):
-    with Card() as card:
+    with SimulatedGpu() as gpu:
         a_ring_alone(feed)
-    assert not card.races and not card.broken, report(card)
-    assert card.replays > 2
+    assert not gpu.races and not gpu.broken, report(gpu)
+    assert gpu.replays > 2
 
 
 @pytest.mark.slow
@@ -161,9 +161,9 @@ def test_branches_on_streams_of_their_own_change_no_weight(monkeypatch):
     hashes, streams = set(), []
     for on in (True, False):
         monkeypatch.setattr(SideStreams.__init__, "__defaults__", (on,))
-        with Card() as card:
+        with SimulatedGpu() as gpu:
             hashes.add(a_ring_alone())
-        streams.append(len(card.streams))
+        streams.append(len(gpu.streams))
     assert len(hashes) == 1
     assert streams[0] == streams[1] + 1
 
@@ -172,19 +172,19 @@ def test_branches_on_streams_of_their_own_change_no_weight(monkeypatch):
 @pytest.mark.usefixtures("steps_wait")
 def test_a_capture_that_fails_leaves_order():
     with (
-        Card() as card,
+        SimulatedGpu() as gpu,
         pytest.warns(UserWarning, match=r"no CUDA graph .*not permitted when stream is capturing .*eager steps"),
     ):
         results = run(settings())
-    assert not card.races and card.replays == 0
-    assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 13, 1)
+    assert not gpu.races and gpu.replays == 0
+    assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (9, 9, 1)
     assert results["resolved"]["step"] == "eager" and "not permitted" in results["resolved"]["reasons"]["step"]
 
 
 class Breaks(Listener):
     def on_batch(self, batch, losses):
         if batch == 1:
-            Card.current.will_wait("a thread of another library")
+            SimulatedGpu.current.will_wait("a thread of another library")
 
 
 @pytest.mark.slow
@@ -192,11 +192,11 @@ def test_a_capture_that_is_broken_once_is_tried_again():
     """By a thread of another library, which waits for the GPU at the worst time."""
     found = []
     for breaks in (False, True):
-        with Card() as card:
+        with SimulatedGpu() as gpu:
             results = run(settings(), listeners=[Breaks()] * breaks)
-        assert not card.races and card.broken == ["a thread of another library"] * breaks
+        assert not gpu.races and gpu.broken == ["a thread of another library"] * breaks
         assert results["resolved"]["step"] == "captured"
-        assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (13, 2, int(breaks))
+        assert (results["steps"], results["eager_steps"], results["capture_retries"]) == (9, 2, int(breaks))
         found.append(results["weights_sha256"])
     assert found[0] == found[1]
 
@@ -207,7 +207,7 @@ def test_dali_waits_until_no_graph_is_captured(monkeypatch, act, fault):
     """On another thread, while a graph is captured; without the lock that would break it."""
     if fault:
         monkeypatch.setattr(dali_module, "CAPTURING", nullcontext())
-    with Card() as card, ThreadPoolExecutor(1) as thread:
+    with SimulatedGpu() as gpu, ThreadPoolExecutor(1) as thread:
         views = DaliViews((0.5,) * 3, (0.5,) * 3)
         images = torch.zeros(2, 8, 8, 3, dtype=torch.uint8, device="cuda")
         layout = DaliLayout.of(torch.tensor([[0, 0, -1], [1, 0, -1]], dtype=torch.int32))
@@ -222,7 +222,7 @@ def test_dali_waits_until_no_graph_is_captured(monkeypatch, act, fault):
             wait([done], timeout=10 if fault else 0.2)
             assert done.done() == fault
         done.result(timeout=10)
-    assert bool(card.broken) == fault, report(card)
+    assert bool(gpu.broken) == fault, report(gpu)
 
 
 # What a program that forgets one kind of wait would do on a GPU.
@@ -232,7 +232,7 @@ FORGOTTEN = {
     "waits of the host for an event": (Event, "synchronize", lambda event: None),
     "waits of the host for a stream": (Stream, "synchronize", lambda stream: None),
     "questions whether an event is done": (Event, "query", lambda event: True),
-    "words to the allocator": (Card, "record_stream", lambda card, tensor, stream: None),
+    "words to the allocator": (SimulatedGpu, "record_stream", lambda gpu, tensor, stream: None),
 }
 
 
@@ -240,9 +240,9 @@ FORGOTTEN = {
 @pytest.mark.parametrize("kind", FORGOTTEN)
 def test_a_loop_that_forgets_to_wait_is_reported(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(*FORGOTTEN[kind])
-    with Card(done=0.1, stop=True) as card, suppress(RaceError):
+    with SimulatedGpu(done=0.1, stop=True) as gpu, suppress(RaceError):
         if kind == "words to the allocator":  # in the loop what is read is held for other reasons, too
             a_ring_alone()
         else:
-            two_tasks(settings(), tmp_path / "run", monkeypatch, bad=12)
-    assert card.races
+            two_tasks(settings(), tmp_path / "run", monkeypatch, bad=8)
+    assert gpu.races

@@ -15,7 +15,7 @@ from mose_fast.experiments import engine as engine_module
 from mose_fast.experiments.engine import LocalEngine
 from mose_fast.experiments.folder import SweepFolder
 from mose_fast.train import Listener, RunError, run
-from tests.races.card import Card
+from tests.races.simulated_gpu import SimulatedGpu
 from tests.races.test_loop import settings
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_two_processes_of_one_card_finish(tmp_path, monkeypatch):
+def test_two_processes_of_one_gpu_finish(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_module, "python", lambda module, *more: processes.python("tests.races.worker", *more))
     folder = SweepFolder(tmp_path / "s")
     folder.create()
@@ -47,19 +47,19 @@ def test_two_processes_of_one_card_finish(tmp_path, monkeypatch):
     for seed in range(2):
         results = json.loads((folder.run(f"seed-{seed}") / "results.json").read_text())
         assert (results["resolved"]["step"], results["eager_steps"], results["capture_retries"]) == ("captured", 2, 0)
-        with Card():
+        with SimulatedGpu():
             assert results["weights_sha256"] == run(settings(seed=seed))["weights_sha256"]
     assert not torch.cuda.is_initialized()
 
 
 @pytest.mark.slow
-def test_a_second_thread_makes_no_run_on_the_card():
+def test_a_second_thread_makes_no_run_on_the_gpu():
     class Runs(Listener):
         def on_batch(self, batch, losses):
             if batch == 2:
                 with ThreadPoolExecutor(1) as thread, pytest.raises(RunError, match="another thread of this process"):
                     thread.submit(run, settings(seed=1)).result()
 
-    with Card() as card:
+    with SimulatedGpu() as gpu:
         results = run(settings(), listeners=[Runs()])
-    assert not card.races and not card.broken and results["eager_steps"] == 2
+    assert not gpu.races and not gpu.broken and results["eager_steps"] == 2

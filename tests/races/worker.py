@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mose_fast.experiments import worker
-from tests.races.card import Card
+from tests.races.simulated_gpu import SimulatedGpu
 
 run_cell = worker.run_cell
 
@@ -11,11 +11,11 @@ run_cell = worker.run_cell
 def main() -> None:
     """In place of ``mose_fast.experiments.worker.main``."""
     worker._import_what_runs_need()  # which the stand-in's modes need not see
-    with Card() as card:
+    with SimulatedGpu() as gpu:
 
         def checked(command: worker.Command, emit: worker.Emit) -> None:
             def check(event: worker.Event) -> None:
-                faults = [*card.races, *card.broken] if event["event"] == "done" else []
+                faults = [*gpu.races, *gpu.broken] if event["event"] == "done" else []
                 emit({"event": "failed", "error": str(faults[0])} if faults else event)
 
             run_cell(command, check)

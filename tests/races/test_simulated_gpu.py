@@ -12,18 +12,18 @@ import torch
 
 from mose_fast import _loader
 from mose_fast.ops.adam import adam_step
-from tests.races.card import Card
+from tests.races.simulated_gpu import SimulatedGpu
 
 PINNED = {"pin_memory": True}
 
 
 @pytest.fixture
-def card():
-    with Card(done=0.0) as card:
-        yield card
+def gpu():
+    with SimulatedGpu(done=0.0) as gpu:
+        yield gpu
 
 
-def test_tensors_know_where_they_are(card):
+def test_tensors_know_where_they_are(gpu):
     x = torch.arange(6, device="cuda").view(2, 3)
     assert x.is_cuda and x[0].device == torch.device("cuda", 0) and (x + 1).is_cuda and torch.zeros_like(x).is_cuda
     assert not x.cpu().is_cuda and x.cpu().tolist() == [[0, 1, 2], [3, 4, 5]] == x.tolist()
@@ -51,7 +51,7 @@ WAITS = {
     "the stream": lambda first, second, early, third: second.wait_stream(first),
     "the host, for the stream": lambda first, second, early, third: first.synchronize(),
     "the host, for an event": lambda first, second, early, third: first.record_event().synchronize(),
-    "the host, for the card": lambda first, second, early, third: torch.cuda.synchronize(),
+    "the host, for the GPU": lambda first, second, early, third: torch.cuda.synchronize(),
     "a third stream": lambda first, second, early, third: (third.wait_stream(first), second.wait_stream(third)),
     "the wrong way round": lambda first, second, early, third: first.wait_stream(second),
 }
@@ -59,7 +59,7 @@ WAITS = {
 
 @pytest.mark.parametrize("use", ["reads", "writes"])
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_stream_uses_what_another_one_made(card, wait, use):
+def test_a_stream_uses_what_another_one_made(gpu, wait, use):
     first, second, third = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
     early = first.record_event()
     with torch.cuda.stream(first):
@@ -68,24 +68,24 @@ def test_a_stream_uses_what_another_one_made(card, wait, use):
     with torch.cuda.stream(second):
         x.add_(1) if use == "writes" else x + 1
     ordered = wait not in ("nothing", "an event that was recorded too early", "the wrong way round")
-    assert bool(card.races) != ordered
+    assert bool(gpu.races) != ordered
 
 
-def test_a_write_waits_for_reads_and_reads_for_nobody(card):
+def test_a_write_waits_for_reads_and_reads_for_nobody(gpu):
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     x = torch.ones(3, device="cuda")
     torch.cuda.synchronize()
     for stream in (first, second):
         with torch.cuda.stream(stream):
             x.sum()
-    assert not card.races
+    assert not gpu.races
     second.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(second):
         x.zero_()
     assert (
-        len(card.races) == 1
-        and "aten::zero_ writes on stream" in str(card.races[0])
-        and "aten::sum reads" in str(card.races[0])
+        len(gpu.races) == 1
+        and "aten::zero_ writes on stream" in str(gpu.races[0])
+        and "aten::sum reads" in str(gpu.races[0])
     )
 
 
@@ -93,7 +93,7 @@ def test_a_write_waits_for_reads_and_reads_for_nobody(card):
 
 
 @pytest.mark.parametrize("guard", ["nothing", "record_stream", "wait before", "wait later"])
-def test_memory_is_given_away_while_it_is_read(card, guard):
+def test_memory_is_given_away_while_it_is_read(gpu, guard):
     own, reader = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(own):
         x = torch.ones(3, device="cuda")
@@ -109,13 +109,13 @@ def test_memory_is_given_away_while_it_is_read(card, guard):
         torch.ones(5, device="cuda")
         if guard == "wait later":
             own.wait_stream(reader)
-    assert bool(card.races) == (guard in ("nothing", "wait later"))
+    assert bool(gpu.races) == (guard in ("nothing", "wait later"))
 
 
 # The host
 
 
-def test_the_host_reads_pinned_memory(card):
+def test_the_host_reads_pinned_memory(gpu):
     x = torch.arange(3.0, device="cuda")
     for read in (
         torch.Tensor.tolist,
@@ -128,17 +128,17 @@ def test_the_host_reads_pinned_memory(card):
         host.copy_(x, non_blocking=True)
         arrived = torch.cuda.current_stream().record_event()
         assert not arrived.query()
-        before = len(card.races)
+        before = len(gpu.races)
         read(host)
-        assert len(card.races) == before + 1
+        assert len(gpu.races) == before + 1
         arrived.synchronize()
         assert arrived.query()
         read(host)
-        assert len(card.races) == before + 1
+        assert len(gpu.races) == before + 1
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_threads_are_hosts_of_their_own(card, waits):
+def test_threads_are_hosts_of_their_own(gpu, waits):
     host, x = torch.empty(3, **PINNED), torch.ones(3, device="cuda")
     copied = torch.cuda.current_stream().record_event()
 
@@ -154,11 +154,11 @@ def test_threads_are_hosts_of_their_own(card, waits):
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(fetch)
         assert done.result() == [1, 1, 1]
-    assert bool(card.races) != waits
+    assert bool(gpu.races) != waits
     # Its result came after it had waited.
-    races = len(card.races)
+    races = len(gpu.races)
     host.tolist()
-    assert len(card.races) == races
+    assert len(gpu.races) == races
 
 
 # Graphs
@@ -171,18 +171,18 @@ def captured(x: torch.Tensor, y: torch.Tensor) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def test_a_capture_executes_nothing_and_a_replay_reads_anew(card):
+def test_a_capture_executes_nothing_and_a_replay_reads_anew(gpu):
     x, y = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
     graph = captured(x, y)
     assert y.tolist() == [0, 0, 0]
     graph.replay()
     x.fill_(5)
     graph.replay()
-    assert y.tolist() == [12, 12, 12] and not card.races
+    assert y.tolist() == [12, 12, 12] and not gpu.races
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_inputs_of_a_graph_that_are_overwritten_while_it_reads(card, waits):
+def test_inputs_of_a_graph_that_are_overwritten_while_it_reads(gpu, waits):
     x, y = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
     graph, other = captured(x, y), torch.cuda.Stream()
     graph.replay()
@@ -190,26 +190,26 @@ def test_inputs_of_a_graph_that_are_overwritten_while_it_reads(card, waits):
         other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         x.fill_(2)
-    assert bool(card.races) != waits
+    assert bool(gpu.races) != waits
 
 
 @pytest.mark.parametrize(
     "act", [lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: torch.cuda.synchronize(), lambda x: x[x > 0]]
 )
-def test_nothing_may_wait_in_a_capture(card, act):
+def test_nothing_may_wait_in_a_capture(gpu, act):
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.cuda.graph(graph):
         act(x)
 
 
-def test_a_graph_whose_input_was_freed_is_reported(card):
+def test_a_graph_whose_input_was_freed_is_reported(gpu):
     x, y = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
     graph = captured(x, y)
     graph.replay()
-    assert not card.races
+    assert not gpu.races
     del x
     graph.replay()
-    assert len(card.races) == 1 and "whose last reference has gone" in str(card.races[0])
+    assert len(gpu.races) == 1 and "whose last reference has gone" in str(gpu.races[0])
 
 
 FORKS = {
@@ -221,7 +221,7 @@ FORKS = {
 
 
 @pytest.mark.parametrize("fault", FORKS)
-def test_streams_that_a_capture_forks(card, fault):
+def test_streams_that_a_capture_forks(gpu, fault):
     """A branch reads x and writes y on a stream of its own; then x is overwritten."""
     forks, waits, joins = FORKS[fault]
     x, y, side = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), torch.cuda.Stream()
@@ -237,13 +237,13 @@ def test_streams_that_a_capture_forks(card, fault):
         x.fill_(2)
         if joins and not waits:
             own.wait_stream(side)
-    assert bool(card.races) == (fault != "as it should be")
+    assert bool(gpu.races) == (fault != "as it should be")
     graph.replay()
     assert y.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_backward_pass_runs_on_the_streams_of_the_forward_pass(card, waits):
+def test_a_backward_pass_runs_on_the_streams_of_the_forward_pass(gpu, waits):
     weight, side = torch.ones(3, device="cuda", requires_grad=True), torch.cuda.Stream()
     x = weight * 2
     side.wait_stream(torch.cuda.current_stream())
@@ -256,7 +256,7 @@ def test_a_backward_pass_runs_on_the_streams_of_the_forward_pass(card, waits):
         x.grad_fn.register_prehook(lambda *_: torch.cuda.current_stream().wait_stream(side))
     loss.backward()
     # Both ways between the streams.
-    assert len(card.races) == (0 if waits else 2), card.races
+    assert len(gpu.races) == (0 if waits else 2), gpu.races
     assert weight.grad.tolist() == [8, 8, 8]
 
 
@@ -264,7 +264,7 @@ def test_a_backward_pass_runs_on_the_streams_of_the_forward_pass(card, waits):
 
 
 @pytest.mark.skipif(_loader.native is None, reason="there is no native library")
-def test_native_functions_without_a_schema_are_seen(card):
+def test_native_functions_without_a_schema_are_seen(gpu):
     """Adam's step, by what it takes mutable pointers of: the gradient and the learning rate are
     read, the buffers written.
     """
@@ -276,12 +276,12 @@ def test_native_functions_without_a_schema_are_seen(card):
         """Reads a tensor on another stream while a step runs that waited for all before."""
         torch.cuda.synchronize()
         adam_step(master, first, second, [gradient], [0], steps, lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
-        before = len(card.races)
+        before = len(gpu.races)
         with torch.cuda.stream(other):
             {"master": master, "first": first, "gradient": gradient, "steps": steps, "lr": lr, "unused": unused}[
                 name
             ].sum()
-        return len(card.races) - before
+        return len(gpu.races) - before
 
     assert [races_of(name) for name in ("gradient", "lr", "unused", "master", "first", "steps")] == [0, 0, 0, 1, 1, 1]
     on_host = [torch.ones(64) for _ in range(4)]
