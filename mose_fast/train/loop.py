@@ -272,6 +272,9 @@ class Loop:
     def _stoppable(self, stop: StopRequest) -> Iterator[None]:
         """A context in which the end of a task, which may train and evaluate for minutes, can be
         stopped between two steps. The resumed run repeats it from the state before it.
+
+        Raises:
+            TrainingDiverged: A loss of this training, which nobody reads, was not finite.
         """
         state = None if self.writer is None else self._state()
 
@@ -282,7 +285,12 @@ class Loop:
         self.learner.after_step = after_step
         try:
             yield
-        except Interrupted:
+            if self.learner.model.latch:
+                raise TrainingDiverged(
+                    f"a loss is not finite in the training for the end of task {self.position['task'] + 1} or its"
+                    f" evaluation; {_AGAINST_DIVERGENCE} The newest is the state before this training."
+                )
+        except (Interrupted, TrainingDiverged):
             if state is not None:
                 self._write(*state, wait=True)
             raise

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mose_fast.methods import Mose
+from mose_fast.methods import Gdumb, Mose, Scr
 from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, RunError, TensorBoard, TrainingDiverged, resume, run
@@ -121,6 +121,26 @@ def test_divergence_names_the_batch_and_the_part_and_can_be_resumed(tmp_path, mo
             run(config(checkpoint_every=1), out=out)
     assert load_checkpoint(latest(out / "checkpoints"))[1]["position"]["done"] == 5
     assert resume(out)["weights_sha256"] == plain[0]["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("learner", "options"),
+    [(Scr, {"review": True, "buffer_batch": 10}), (Gdumb, {"passes": 2, "passes_before": 2, "buffer_batch": 10})],
+)
+def test_divergence_at_the_end_of_a_task_is_told_there_and_can_be_resumed(tmp_path, monkeypatch, learner, options):
+    """A review, and training for an evaluation: no batch reads their losses."""
+    settings = RunConfig.create(**SETTINGS | {"method": learner.__name__.lower(), "options": options})
+    unbroken, train_on = run(settings), learner.train_on
+
+    def spoilt(self, inputs):
+        ends = "after_step" in vars(self)  # as the loop sets it for this training
+        return train_on(self, inputs._replace(views=inputs.views * math.nan) if ends else inputs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(learner, "train_on", spoilt)
+        with pytest.raises(TrainingDiverged, match="not finite in the training for the end of task 1"):
+            run(settings, out=tmp_path / "run")
+    assert resume(tmp_path / "run")["weights_sha256"] == unbroken["weights_sha256"]
 
 
 def test_missing_classes_are_warned_about_once_in_a_run():
