@@ -52,7 +52,7 @@ class FlatAdam(torch.optim.Optimizer):
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
         betas: The decay of the two moments, each in [0, 1).
-        shadow_dtype: bfloat16 or float16; None: the parameters are the leaves.
+        shadow_dtype: bfloat16; None: the parameters are the leaves.
 
     Attributes:
         leaves: For each parameter, in order, the tensor that a forward pass uses.
@@ -76,8 +76,8 @@ class FlatAdam(torch.optim.Optimizer):
         *,
         shadow_dtype: torch.dtype | None = None,
     ) -> None:
-        if shadow_dtype not in (None, torch.bfloat16, torch.float16):
-            raise TypeError(f"shadow_dtype is {shadow_dtype}; wanted torch.bfloat16, torch.float16 or None")
+        if shadow_dtype not in (None, torch.bfloat16):
+            raise TypeError(f"shadow_dtype is {shadow_dtype}; wanted torch.bfloat16 or None")
         if not lr >= 0:
             raise ValueError(f"lr is {lr!r}; wanted at least 0")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
@@ -154,7 +154,7 @@ class FlatAdam(torch.optim.Optimizer):
         """Takes one step; the shadows hold the new weights afterwards.
 
         Args:
-            gradients: One for each parameter, in order, of its shape, float32, bfloat16 or float16;
+            gradients: One for each parameter, in order, of its shape, float32 or bfloat16;
                 None leaves its parameter unchanged. By default each leaf's ``grad``.
             loss: float32, one element: where it is not finite, :attr:`latch` is set and nothing is
                 written.

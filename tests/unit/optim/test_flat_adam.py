@@ -270,13 +270,13 @@ def test_loading_an_empty_state_starts_afresh():
 
 
 def test_weights_loaded_into_the_network_reach_the_shadows():
-    network, optimiser = make(shadow_dtype=torch.float16)
+    network, optimiser = make(shadow_dtype=torch.bfloat16)
     addresses = [p.data_ptr() for p in network.parameters()]
     network.load_state_dict({name: torch.rand_like(t, dtype=torch.float32) for name, t in network.state_dict().items()})
     assert [p.data_ptr() for p in network.parameters()] == addresses
     optimiser.refresh_shadows()
     assert all(
-        s is None or torch.equal(s, p.half()) for s, p in zip(optimiser.shadows, network.parameters(), strict=True)
+        s is None or torch.equal(s, p.bfloat16()) for s, p in zip(optimiser.shadows, network.parameters(), strict=True)
     )
 
 
