@@ -41,7 +41,7 @@ def missing(root: Path, stems: Iterable[str], tests: Sequence[str], benchmarks: 
     texts = {file: (root / file).read_text() for file in sorted(files)}
     complaints = []
     for stem in stems:
-        if not (root / "tests" / "cpp" / f"cases_{stem}.cpp").is_file():
+        if not (root / "tests" / "kernels" / f"cases_{stem}.cpp").is_file():
             complaints.append(f"{stem}: kernel_check has no cases for it; wanted tests/kernels/cases_{stem}.cpp")
         if not any(
             re.search(rf"\bmose_fast\.ops\.{stem}\b|from mose_fast\.ops import .*\b{stem}\b", text)

@@ -5,13 +5,14 @@
 
 #include "api/float_array.h"
 #include "core/adam.h"
+#include "core/bfloat16.h"
 #include "core/host_device.h"
 
 namespace mf {
 
 // A parameter that has a gradient.
 struct AdamTensor {
-  const void* gradient;  // [count], float32, bfloat16 or float16
+  const void* gradient;  // [count], float32 or bfloat16
   int64_t start;         // of the parameter in the flat buffers
   int64_t count;
   int32_t parameter;  // its position in `steps`
@@ -25,7 +26,7 @@ struct AdamParams {
   float* master;  // flat: as far as the last parameter reaches
   float* exp_avg;
   float* exp_avg_sq;
-  MutableFloatArray shadow;   // as master, bfloat16 or float16; data null: there is none
+  BFloat16* shadow;           // as master; null: there is none
   float* steps;               // [parameters], + 1 for each parameter that has a gradient
   const float* lr;            // a scalar where the buffers are
   const float* loss;          // null, or a scalar: not finite, it freezes this call and sets the latch

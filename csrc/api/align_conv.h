@@ -37,8 +37,8 @@ constexpr bool align_conv_serves_form(int64_t stride, bool prologue, bool gate) 
 }
 
 // What the convolution reads: x' = x, with a prologue relu(scale (x - mean) + shift), with a gate
-// x sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32, bfloat16 or
-// float16, all of one type; they and the prologue are aligned to 16 bytes.
+// x sigmoid(up(gate)), up doubling both sides bilinearly. Maps and gate are float32 or
+// bfloat16, all of one type; they and the prologue are aligned to 16 bytes.
 struct AlignConvInput {
   FloatType type;
   const void* x;          // [images, height, width, channels]

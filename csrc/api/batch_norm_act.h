@@ -105,7 +105,7 @@ struct NormStateBackward {
 };
 
 namespace cuda {
-// One launch each; float32, bfloat16 and float16.
+// One launch each; float32 and bfloat16.
 void norm_statistics(const NormStatistics& params, Stream stream);
 void batch_norm_act_forward(const BatchNormActForward& params, Stream stream);
 void batch_norm_act_sums(const BatchNormActBackward& params, Stream stream);

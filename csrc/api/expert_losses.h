@@ -89,7 +89,7 @@ void expert_losses_backward(const ExpertLossesBackward& params, const Real* dire
 }  // namespace cpu
 
 namespace cuda {
-// Inputs of float32, bfloat16 or float16: projections and logits each of its own, features and student
+// Inputs of float32 or bfloat16: projections and logits each of its own, features and student
 // of one; terms, statistics and grad float32.
 // At most three launches together. A label that is no class, or that of a new row outside the
 // current classes, makes its row's loss NaN, and so the term.

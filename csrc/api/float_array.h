@@ -5,23 +5,16 @@
 
 namespace mf {
 
-enum class FloatType : int { kFloat32, kFloat64, kBFloat16, kFloat16 };
+enum class FloatType : int { kFloat32, kFloat64, kBFloat16 };
 
-// Calls f(T()) with the type T of the numbers: float, or how a caller stores the 16-bit types. Who
-// does not serve float64 refuses it before.
+// Calls f(T()) with the type T of the numbers: float, or how a caller stores bfloat16. Who does not serve
+// float64 refuses it before.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif
-template <typename BFloat16, typename Float16, typename Function>
+template <typename BFloat16, typename Function>
 MF_HD auto with_type(FloatType type, const Function& f) {
-  switch (type) {
-    case FloatType::kBFloat16:
-      return f(BFloat16());
-    case FloatType::kFloat16:
-      return f(Float16());
-    default:
-      return f(float());
-  }
+  return type == FloatType::kBFloat16 ? f(BFloat16()) : f(float());
 }
 
 // A contiguous float array of any type.

@@ -13,7 +13,7 @@ namespace mf {
 // What both forward and backward read. Kernels want channels in multiples of 8 (4 in float32), and all memory
 // but counts and sums from multiples of 16 bytes; csrc/cpu takes any.
 struct NormPoolInput {
-  FloatArray x;        // [images, pixels, channels], float32, bfloat16 or float16
+  FloatArray x;        // [images, pixels, channels], float32 or bfloat16
   const float* state;  // [kNormRows, channels]; null: x is pooled as it is
   int64_t images;
   int64_t pixels;  // at least 1

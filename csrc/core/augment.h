@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/half.h"
+#include "core/bfloat16.h"
 #include "core/host_device.h"
 
 namespace mf {

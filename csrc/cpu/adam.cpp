@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "core/half.h"
 
 namespace mf::cpu {
 namespace {
@@ -19,9 +18,9 @@ struct Piece {
   int64_t first;
 };
 
-template <typename Gradient, typename Shadow>
+template <typename Gradient>
 void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor,
-            int64_t first, Shadow* shadows) {
+            int64_t first) {
   const int64_t count = std::min(kPiece, tensor.count - first);
   const int64_t start = tensor.start + first;
   const auto* gradients = static_cast<const Gradient*>(tensor.gradient) + first;
@@ -32,21 +31,11 @@ void update(const AdamParams& params, const AdamSettings& settings, const AdamSc
   for (int64_t i = 0; i < count; ++i) {
     adam_update(settings, scale, widened(gradients[i]), weights[i], exp_avg[i], exp_avg_sq[i]);
   }
-  if (shadows != nullptr) {
+  if (params.shadow != nullptr) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
-      round_to(weights[i], shadows[start + i]);
+      round_to(weights[i], params.shadow[start + i]);
     }
-  }
-}
-
-template <typename Gradient>
-void update(const AdamParams& params, const AdamSettings& settings, const AdamScale& scale, const AdamTensor& tensor,
-            int64_t first) {
-  if (params.shadow.type == FloatType::kFloat16) {
-    update<Gradient>(params, settings, scale, tensor, first, static_cast<Float16*>(params.shadow.data));
-  } else {
-    update<Gradient>(params, settings, scale, tensor, first, static_cast<BFloat16*>(params.shadow.data));
   }
 }
 
@@ -80,7 +69,7 @@ void adam_step(const AdamParams& params, int threads) {
   for (int64_t i = 0; i < count; ++i) {
     const Piece& piece = pieces[static_cast<size_t>(i)];
     const AdamScale& scale = scales[static_cast<size_t>(piece.tensor->parameter)];
-    with_type<BFloat16, Float16>(piece.tensor->type, [&](auto type) {
+    with_type<BFloat16>(piece.tensor->type, [&](auto type) {
       update<decltype(type)>(params, settings, scale, *piece.tensor, piece.first);
     });
   }

@@ -207,7 +207,7 @@ void make_views(const AugmentParams& params, int threads) {
 }  // namespace
 
 void augment(const AugmentParams& params, int threads) {
-  with_type<BFloat16, Float16>(params.type, [&](auto type) { make_views<decltype(type)>(params, threads); });
+  with_type<BFloat16>(params.type, [&](auto type) { make_views<decltype(type)>(params, threads); });
 }
 
 }  // namespace mf::cpu

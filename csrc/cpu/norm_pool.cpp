@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/half.h"
+#include "core/bfloat16.h"
 
 namespace mf::cpu {
 namespace {
@@ -137,11 +137,11 @@ void backward(const NormPoolBackward& params, int threads) {
 }  // namespace
 
 void norm_pool(const NormPoolForward& params, int threads) {
-  with_type<BFloat16, Float16>(params.input.x.type, [&](auto type) { pool<decltype(type)>(params, threads); });
+  with_type<BFloat16>(params.input.x.type, [&](auto type) { pool<decltype(type)>(params, threads); });
 }
 
 void norm_pool_backward(const NormPoolBackward& params, int threads) {
-  with_type<BFloat16, Float16>(params.input.x.type, [&](auto type) { backward<decltype(type)>(params, threads); });
+  with_type<BFloat16>(params.input.x.type, [&](auto type) { backward<decltype(type)>(params, threads); });
 }
 
 }  // namespace mf::cpu

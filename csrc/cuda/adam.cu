@@ -26,7 +26,7 @@ void adam_step(const AdamParams& params, Stream stream) {
   MF_CHECK(params.parameters >= 0 && params.parameters <= kMaxAdamParameters, "there are ", params.parameters,
            " parameters; wanted 0 to ", kMaxAdamParameters);
   MF_CHECK(is_aligned(params.master) && is_aligned(params.exp_avg) && is_aligned(params.exp_avg_sq) &&
-               is_aligned(params.shadow.data),
+               is_aligned(params.shadow),
            "a flat buffer does not start at a multiple of 16 bytes");
   AdamBegin begin{};
   begin.steps = params.steps;
@@ -48,7 +48,7 @@ void adam_step(const AdamParams& params, Stream stream) {
   pieces.master = params.master;
   pieces.exp_avg = params.exp_avg;
   pieces.exp_avg_sq = params.exp_avg_sq;
-  pieces.shadow = params.shadow;
+  pieces.shadow = reinterpret_cast<__nv_bfloat16*>(params.shadow);
   pieces.scales = params.scales;
   pieces.frozen = params.frozen;
   pieces.settings = params.settings();

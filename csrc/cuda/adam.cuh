@@ -47,7 +47,7 @@ struct AdamPieces {
   float* master;
   float* exp_avg;
   float* exp_avg_sq;
-  MutableFloatArray shadow;
+  __nv_bfloat16* shadow;
   const AdamScale* scales;
   const int32_t* frozen;
   AdamSettings settings;
@@ -104,18 +104,14 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
     Vec<float, 4>::pack(w).store(weights + i);
     Vec<float, 4>::pack(m).store(exp_avg + i);
     Vec<float, 4>::pack(v).store(exp_avg_sq + i);
-    if (params.shadow.data != nullptr) {
-      if (params.shadow.type == FloatType::kBFloat16) {
-        Vec<__nv_bfloat16, 4>::pack(w).store(static_cast<__nv_bfloat16*>(params.shadow.data) + tensor.start + i);
-      } else {
-        Vec<__half, 4>::pack(w).store(static_cast<__half*>(params.shadow.data) + tensor.start + i);
-      }
+    if (params.shadow != nullptr) {
+      Vec<__nv_bfloat16, 4>::pack(w).store(params.shadow + tensor.start + i);
     }
   }
   for (int64_t i = whole + threadIdx.x; i < last; i += static_cast<int64_t>(blockDim.x)) {
     adam_update(params.settings, scale, to_float(gradients[i]), weights[i], exp_avg[i], exp_avg_sq[i]);
-    if (params.shadow.data != nullptr) {
-      store(params.shadow, tensor.start + i, weights[i]);
+    if (params.shadow != nullptr) {
+      params.shadow[tensor.start + i] = __float2bfloat16_rn(weights[i]);
     }
   }
 }

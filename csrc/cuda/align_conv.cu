@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) align_conv_sums_kernel(const AlignCo
 
 void check(const AlignConvInput& in) {
   MF_CHECK(align_conv_serves(in.type, in.channels, 8).any, "channels is ", in.channels,
-           "; wanted a multiple of 8, in float32, bfloat16 or float16");
+           "; wanted a multiple of 8, in float32 or bfloat16");
   // Kernels count from a tile's first image in 32 bits.
   MF_CHECK(std::max<int64_t>(in.height * in.width, 4 * kTileSide * kTileSide) <= INT32_MAX / in.channels,
            "an image has ", in.height, " x ", in.width, " pixels of ", in.channels,
@@ -166,7 +166,7 @@ FusedPlan fused_plan(const AlignConvForward& params) {
   MF_CHECK(align_conv_serves(in.type, in.channels, params.out_channels, in.stride).fused_forward,
            "channels and out_channels are ", in.channels, " and ", params.out_channels,
            "; wanted a multiple of 16 up to 128 and a multiple of 8 up to ", in.stride == 1 ? 256 : 128,
-           ", in bfloat16 or float16");
+           ", in bfloat16");
   MF_CHECK(in.out_height() * in.out_width() <= INT32_MAX / params.out_channels, "an image has ", in.out_height(), " x ",
            in.out_width(), " pixels of ", params.out_channels, " channels put out; wanted fewer than 2^31 numbers");
   const FusedMemory without_input = FusedMemory::of(in.channels, params.out_channels, 0, sizeof(T), kThreads);
@@ -307,19 +307,18 @@ void align_conv_forward(const AlignConvForward& params, Stream run_on) {
 void align_conv_grad_y(const AlignConvGradY& params, Stream stream) {
   static_assert(!align_conv_serves(FloatType::kFloat32, 8, 8 * kThreads + 8).any);
   MF_CHECK(align_conv_serves(params.type, 8, params.channels).any, "channels is ", params.channels,
-           "; wanted a multiple of 8 up to ", 8 * kThreads, ", in float32, bfloat16 or float16");
+           "; wanted a multiple of 8 up to ", 8 * kThreads, ", in float32 or bfloat16");
   MF_CHECK(params.images >= 0 && params.pixels >= 0, "images and pixels are ", params.images, " and ", params.pixels,
            "; wanted at least 0");
   if (params.pointwise != nullptr) {
     MF_CHECK(align_conv_serves(params.type, params.in_channels, params.channels).fused_backward,
              "channels and in_channels are ", params.channels, " and ", params.in_channels,
-             "; wanted a multiple of 16 and one of 8, both up to 128, in bfloat16 or float16");
+             "; wanted a multiple of 16 and one of 8, both up to 128, in bfloat16");
     static_assert(!align_conv_serves(FloatType::kBFloat16, kSlice + 8, 16).fused_weights);
     MF_CHECK(params.into.data == nullptr ||
                  align_conv_serves(params.type, params.in_channels, params.channels).fused_weights,
              "in_channels is ", params.in_channels, "; wanted at most ", kSlice, " for the gradient of the weights");
-    return params.type == FloatType::kBFloat16 ? product<__nv_bfloat16>(params, stream)
-                                               : product<__half>(params, stream);
+    return product<__nv_bfloat16>(params, stream);
   }
   const int64_t rows = kThreads / (params.channels / 8);
   const int64_t tiles = (params.images * params.pixels + rows - 1) / rows;

@@ -26,7 +26,7 @@ template <typename T>
 __device__ Vec<T, 2> rectified_pair(float2 x) {
   Vec<T, 2> pair;
   if constexpr (sizeof(T) == 2) {
-    pair.word[0] = rectified_word(x, T());
+    pair.word[0] = rectified_word(x);
   } else {
     pair.set_pair(0, {rectified(x.x), rectified(x.y)});
   }
@@ -110,8 +110,7 @@ struct LaneQuad {
       } else if constexpr (kPrologue == Prologue::kGate) {
         grad = {grad.x * open[p].x, grad.y * open[p].y};
         const float2 value = raw[p].pair(0);
-        constexpr float kScale = 0.0625f / kGateUnit<T>;
-        const float2 product = {grad.x * value.x * kScale, grad.y * value.y * kScale};
+        const float2 product = {grad.x * value.x, grad.y * value.y};
         of_doubled[p] = {product.x - product.x * open[p].x, product.y - product.y * open[p].y};
       }
       if (at.is(QuadEntry::kExists)) {

@@ -205,9 +205,7 @@ __device__ void load_region(const void* map, const MapRegion& region, int channe
   }
 }
 
-// The unit of gate_parts: they are whole numbers of sixteenths, and float16 has no room for 16 times as much.
-template <typename T>
-constexpr float kGateUnit = std::is_same_v<T, __half> ? 1.0f : 0.0625f;
+constexpr float kGateUnit = 0.0625f;  // of gate_parts, which are whole numbers of it
 
 template <typename T, int kStride, Prologue kPrologue, int kThreads>
 struct BackwardTile {
@@ -374,7 +372,7 @@ struct BackwardTile {
       const float2 b = right.pair(k);
       const float2 c = lower_left.pair(k);
       const float2 d = lower_right.pair(k);
-      sum.set_pair(k, {kGateUnit<T> * ((a.x + b.x) + (c.x + d.x)), kGateUnit<T> * ((a.y + b.y) + (c.y + d.y))});
+      sum.set_pair(k, {kGateUnit * ((a.x + b.x) + (c.x + d.x)), kGateUnit * ((a.y + b.y) + (c.y + d.y))});
     }
     return sum;
   }

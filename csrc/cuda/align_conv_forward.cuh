@@ -104,7 +104,7 @@ __device__ void multiply_part(const Part& part, const T* operand, const T* weigh
       load_rows(a, rows + tile * 16 * stride + k);
 #pragma unroll
       for (int n = 0; n < Part::kColumnTiles; ++n) {
-        mma_16x8x16(d[tile][n], a, {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]}, T());
+        mma_16x8x16(d[tile][n], a, {b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]});
       }
     }
   }

@@ -159,7 +159,7 @@ struct Gather {
     for (int i = 0; i < kTapCount; ++i) {
       const float weight = to_float(taps[i * kSlice + column]);
       weights[i] =
-          word_of<T>({column == channel_of_lane() ? weight : 0.0f, column == channel_of_lane() + 1 ? weight : 0.0f});
+          word_of({column == channel_of_lane() ? weight : 0.0f, column == channel_of_lane() + 1 ? weight : 0.0f});
     }
   }
 
@@ -232,7 +232,7 @@ struct Gather {
   // Two sums from `index` on.
   __device__ void add_to_pair(int index, const uint32_t (&outputs)[4], const uint32_t (&input)[2]) {
     float d[4] = {sums[index].x, sums[index].y, sums[index + 1].x, sums[index + 1].y};
-    mma_16x8x16(d, outputs, input, T());
+    mma_16x8x16(d, outputs, input);
     sums[index] = {d[0], d[1]};
     sums[index + 1] = {d[2], d[3]};
   }
@@ -260,9 +260,9 @@ struct Gather {
           // take registers of their own.
           const bool are_two = R::taps(p % 2) > 1 && R::output(p % 2, 0) % 2 == 0;
           if (k == 0 && are_two) {
-            mma_16x8x16(d[p], pair, {row[R::tap(p % 2, 0)], row[R::tap(p % 2, 1)]}, T());
+            mma_16x8x16(d[p], pair, {row[R::tap(p % 2, 0)], row[R::tap(p % 2, 1)]});
           } else if (k != 1 || !are_two) {
-            mma_16x8x8(d[p], {pair[output % 2 * 2], pair[output % 2 * 2 + 1]}, row[R::tap(p % 2, k)], T());
+            mma_16x8x8(d[p], {pair[output % 2 * 2], pair[output % 2 * 2 + 1]}, row[R::tap(p % 2, k)]);
           }
         }
       }

@@ -146,8 +146,8 @@ struct WeightSums {
         for (int n = 0; n < 4; n += 2) {
           uint32_t b[4];
           load_transposed(b, kept + (k + lane % 16) * stride + column + n * 8 + lane / 16 * 8);
-          mma_16x8x16(sum[u][n], a, {b[0], b[1]}, T());
-          mma_16x8x16(sum[u][n + 1], a, {b[2], b[3]}, T());
+          mma_16x8x16(sum[u][n], a, {b[0], b[1]});
+          mma_16x8x16(sum[u][n + 1], a, {b[2], b[3]});
         }
       }
     });
@@ -188,8 +188,8 @@ __device__ void multiply_chunk(const T* left, int left_stride, const T* weights,
       for (int n = 0; n < 4; n += 2) {
         uint32_t b[4];
         load_transposed(b, weights + (k + lane % 16) * stride + first_column + n * 8 + lane / 16 * 8);
-        mma_16x8x16(d[n], a, {b[0], b[1]}, T());
-        mma_16x8x16(d[n + 1], a, {b[2], b[3]}, T());
+        mma_16x8x16(d[n], a, {b[0], b[1]});
+        mma_16x8x16(d[n + 1], a, {b[2], b[3]});
       }
     }
     T* to = product + (first_row + lane / 4) * (kSlice + kPadding) + first_column + lane % 4 * 2;

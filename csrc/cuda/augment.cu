@@ -27,7 +27,7 @@ void augment(const AugmentParams& params, Stream stream) {
     return;
   }
   const auto bytes = static_cast<size_t>(augment_shared_bytes(params.height, params.width));
-  with_type<BFloat16, Float16>(params.type, [&](auto type) {
+  with_type<BFloat16>(params.type, [&](auto type) {
     MF_LAUNCH((augment_kernel<decltype(type)>), static_cast<unsigned>(params.views), kAugmentThreads, bytes, stream,
               params);
   });

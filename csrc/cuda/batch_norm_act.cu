@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kVectorThreads) norm_state_backward_kernel(con
 void check(const MapShape& shape, FloatType type) {
   MF_CHECK(shape.channels % kGroup == 0, "channels is ", shape.channels, "; wanted a multiple of ", kGroup);
   MF_CHECK(shape.pixels() <= int64_t{1} << 30, "the map has ", shape.pixels(), " pixels; wanted at most 2^30");
-  MF_CHECK(type != FloatType::kFloat64, "a map is float64; on CUDA wanted float32, bfloat16 or float16");
+  MF_CHECK(type != FloatType::kFloat64, "a map is float64; on CUDA wanted float32 or bfloat16");
 }
 
 template <typename T, NormForm kForm>

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kGradientBound<kWarps>, 1)
 
 unsigned checked_blocks(const ExpertLossesInput& in, const ExpertLossesGrid& grid) {
   for (const FloatArray* array : {&in.projections, &in.logits, &in.features, &in.student}) {
-    MF_CHECK(array->type != FloatType::kFloat64, "an input is float64; on CUDA wanted float32, bfloat16 or float16");
+    MF_CHECK(array->type != FloatType::kFloat64, "an input is float64; on CUDA wanted float32 or bfloat16");
   }
   MF_CHECK(in.features.type == in.student.type, "features and student have two types; wanted one");
   return grid.blocks();

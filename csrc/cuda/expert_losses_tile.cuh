@@ -2,21 +2,21 @@
 //
 // A warp takes 16 rows j at a time and computes the 16 x 16 products z_i . z_j from the rows as
 // they are; inverse norms and 1 / temperature are applied to the float32 results. bfloat16 values
-// multiply exactly; float16 and float32 are split into two and three bfloat16 parts (Split).
+// multiply exactly; float32 is split into three bfloat16 parts (Split).
 //
 // |s_ij - exact| is at most the sum of three errors, here in units of 2^-24 / temperature, which is
 // 8.5e-7 at 0.07, for projections of 128 elements. In units of |z_i| |z_j| no partial sum is above 1.
-// - Products of parts that are left out: three below 2^-16 (float16: 768) or 2^-24 (float32: 3).
+// - Products of parts that are left out: three below 2^-24 (float32: 3).
 // - Sums that the tensor cores cut towards zero. An A100 adds the 16 products of an instruction in two
 //   chained sums of eight (Fasi et al. 2021, PeerJ CS 7:e330). Each cuts its products one bit below
 //   the last one of its largest term, by less than 1/2 each, and its result to 24 bits, by less than 1:
-//   10 an instruction; later GPUs keep more bits. Sixteen elements take 1 instruction for bfloat16, 3
-//   for float16 and 6 for float32: 80, 240 and 480 in all.
+//   10 an instruction; later GPUs keep more bits. Sixteen elements take 1 instruction for bfloat16 and 6
+//   for float32: 80 and 480 in all.
 // - float32 rounding: 10 of each norm's squares, 1 of its root and 1 of its inverse, 6 of the factors
 //   and their products: 30.
-// So 9.4e-5 for bfloat16, 8.9e-4 for float16 and 4.4e-4 for float32. Cuts reach this only if all are
-// whole and of one sign. A model of the A100's sums finds, for rows of normal numbers, at most 2e-6,
-// 2e-5 and 8e-6, and for pairs of equal rows, where all cuts are of one sign, 1e-5, 9e-5 and 5e-5.
+// So 9.4e-5 for bfloat16 and 4.4e-4 for float32. Cuts reach this only if all are whole and of one sign.
+// A model of the A100's sums finds, for rows of normal numbers, at most 2e-6 and 8e-6, and for pairs of
+// equal rows, where all cuts are of one sign, 1e-5 and 5e-5.
 #pragma once
 
 #include <cmath>
@@ -36,9 +36,7 @@ constexpr int kRowStride = kSizeTile + 8;  // rows of a tile start 4 (16-bit) or
 constexpr int kSumStride = kSizeTile + 4;
 
 template <typename T>
-inline constexpr int kPartsOf = std::is_same_v<T, float>    ? 3
-                                : std::is_same_v<T, __half> ? 2
-                                                            : 1;
+inline constexpr int kPartsOf = sizeof(T) == 2 ? 1 : 3;
 
 __device__ inline float inverse_of_norm(float squared) {
   const float norm = sqrtf(squared);
@@ -51,10 +49,6 @@ __device__ inline float slope(float inverse) {
 }
 
 __device__ inline Split<1> pair_of(const __nv_bfloat16* x) { return {{Vec<__nv_bfloat16, 2>::load(x).word[0]}}; }
-__device__ inline Split<2> pair_of(const __half* x) {
-  const float2 pair = pair_at(x);
-  return Split<2>::of(pair.x, pair.y);
-}
 __device__ inline Split<3> pair_of(const float* x) {
   const float2 pair = pair_at(x);
   return Split<3>::of(pair.x, pair.y);
@@ -81,7 +75,7 @@ __device__ void multiply(float (&d)[4], const Operand<4, kA>& a, const Operand<2
 #pragma unroll
     for (int j = kB - 1; j >= 0; --j) {
       if (i + j < kDepth) {
-        mma_16x8x16(d, a.part[i], b.part[j], __nv_bfloat16());
+        mma_16x8x16(d, a.part[i], b.part[j]);
       }
     }
   }
@@ -109,12 +103,7 @@ __device__ void load_columns(const T* rows, int column, int lane, Operand<2, kPa
     load_transposed(r, rows + (lane % 16) * kRowStride + column + lane / 16 * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (std::is_same_v<T, __half>) {
-        const float2 numbers = floats_of<__half>(r[i]);
-        b[i / 2].set(i % 2, Split<2>::of(numbers.x, numbers.y));
-      } else {
-        b[i / 2].part[0][i % 2] = r[i];
-      }
+      b[i / 2].part[0][i % 2] = r[i];
     }
   } else {
     const T* from = rows + 2 * (lane % 4) * kRowStride + column + lane / 4;

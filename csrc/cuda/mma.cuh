@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -14,33 +13,22 @@ namespace mf::cuda {
 
 #if !defined(MF_MMA_ON_CPU)
 
-// d [16 x 8] += a [16 x 16] b [16 x 8], products of the type named last summed in float32. With g =
+// d [16 x 8] += a [16 x 16] b [16 x 8], products of bfloat16 summed in float32. With g =
 // lane / 4 and t = lane % 4 a lane's fragments are
 //   a[0] = A[g][2t, 2t+1], a[1] = A[g+8][2t, 2t+1], a[2] = A[g][2t+8, 2t+9], a[3] = A[g+8][2t+8, 2t+9],
 //   b[0] = B[2t, 2t+1][g], b[1] = B[2t+8, 2t+9][g],
 //   d[0], d[1] = D[g][2t, 2t+1], d[2], d[3] = D[g+8][2t, 2t+1].
-__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
+__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-__device__ inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // d [16 x 8] += a [16 x 8] b [8 x 8], whose fragments are the first two words of `a` and the first of
 // `b` above.
-__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __nv_bfloat16) {
+__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-__device__ inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __half) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};\n"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
@@ -142,15 +130,10 @@ __device__ inline int reload_thread_index() {
   return thread;
 }
 
-// relu of two numbers, rounded to one word, the first in its low half. NaN stays NaN.
-__device__ inline uint32_t rectified_word(float2 x, __nv_bfloat16) {
+// relu of two numbers, rounded to one word of bfloat16, the first in its low half. NaN stays NaN.
+__device__ inline uint32_t rectified_word(float2 x) {
   uint32_t word;
   asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(x.y), "f"(x.x));
-  return word;
-}
-__device__ inline uint32_t rectified_word(float2 x, __half) {
-  uint32_t word;
-  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(x.y), "f"(x.x));
   return word;
 }
 
@@ -168,8 +151,8 @@ constexpr float kMinusLog2E = -1.44269504f;  // exp(-x) = 2^(kMinusLog2E x)
 __device__ inline float fast_sigmoid(float x) { return inverse_of_one_plus_power(kMinusLog2E * x); }
 
 // Two numbers as kParts pairs of bfloat16 (the first number in the low half) whose sums give them
-// back: each part rounds what the parts before it left. One part keeps 8 significant bits, two keep
-// 16, three all 24 of a float32.
+// back: each part rounds what the parts before it left. One part keeps 8 significant bits, three all 24
+// of a float32.
 template <int kParts>
 struct Split {
   uint32_t part[kParts];

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -11,7 +10,7 @@
 #include <type_traits>
 
 #include "api/float_array.h"
-#include "core/half.h"
+#include "core/bfloat16.h"
 
 #if defined(__CUDACC__)
 #define MF_EXPECT_ALIGNED(address, bytes)  // csrc/emulated/cuda_on_cpu.h looks
@@ -21,37 +20,21 @@ namespace mf::cuda {
 
 template <typename Function>
 MF_HD auto with_type(FloatType type, const Function& f) {
-  return mf::with_type<__nv_bfloat16, __half>(type, f);
+  return mf::with_type<__nv_bfloat16>(type, f);
 }
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float to_float(__half x) { return __half2float(x); }
 
-// Two numbers as they are stored in one word, the first in its low half. The words are values:
-// converting through a pointer to shared memory would read it byte by byte.
-template <typename T>
-__device__ float2 floats_of(uint32_t word) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return {float_of(word << 16), float_of(word & 0xffff0000u)};
-  } else {
-    __half2 pair;
-    memcpy(&pair, &word, sizeof pair);
-    return __half22float2(pair);
-  }
-}
+// Two numbers of bfloat16 in one word, the first in its low half. The words are values: converting
+// through a pointer to shared memory would read it byte by byte.
+__device__ inline float2 floats_of(uint32_t word) { return {float_of(word << 16), float_of(word & 0xffff0000u)}; }
 
-// Rounded to T.
-template <typename T>
-__device__ uint32_t word_of(float2 x) {
+// Rounded.
+__device__ inline uint32_t word_of(float2 x) {
+  const __nv_bfloat162 pair = __float22bfloat162_rn(x);
   uint32_t word;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    const __nv_bfloat162 pair = __float22bfloat162_rn(x);
-    memcpy(&word, &pair, sizeof word);
-  } else {
-    const __half2 pair = __float22half2_rn(x);
-    memcpy(&word, &pair, sizeof word);
-  }
+  memcpy(&word, &pair, sizeof word);
   return word;
 }
 
@@ -106,7 +89,7 @@ struct Vec {
     if constexpr (sizeof(T) == 4) {
       return float_of(word[i]);
     } else {
-      const float2 two = floats_of<T>(word[i / 2]);
+      const float2 two = floats_of(word[i / 2]);
       return i % 2 == 0 ? two.x : two.y;
     }
   }
@@ -117,7 +100,7 @@ struct Vec {
       word[2 * i] = bits_of(x.x);
       word[2 * i + 1] = bits_of(x.y);
     } else {
-      word[i] = word_of<T>(x);
+      word[i] = word_of(x);
     }
   }
 
@@ -135,7 +118,7 @@ struct Vec {
       if constexpr (sizeof(T) == 4) {
         vec.word[i] = bits_of(x[i]);
       } else {
-        vec.word[i] = word_of<T>({x[2 * i], N > 1 ? x[(2 * i + 1) % N] : 0.0f});
+        vec.word[i] = word_of({x[2 * i], N > 1 ? x[(2 * i + 1) % N] : 0.0f});
       }
     }
     return vec;

@@ -5,7 +5,6 @@
 #define MF_MMA_ON_CPU
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cmath>
 #include <cstdint>
@@ -36,18 +35,9 @@ SHIM_RUNTIME inline float bfloat16_in(uint32_t pair, unsigned half) {
   return value;
 }
 
-SHIM_RUNTIME inline float float16_in(uint32_t pair, unsigned half) {
-  const uint32_t bits = half == 0 ? pair & 0xffffu : pair >> 16;
-  const int exponent = static_cast<int>(bits >> 10 & 0x1f);
-  const float magnitude = static_cast<float>(bits & 0x3ff) + (exponent == 0 ? 0.0f : 1024.0f);
-  const float value = exponent == 31 ? ((bits & 0x3ff) == 0 ? INFINITY : NAN)
-                                     : std::ldexp(magnitude, (exponent == 0 ? 1 : exponent) - 25);
-  return bits >> 15 != 0 ? -value : value;
-}
-
-template <float (*kNumberIn)(uint32_t, unsigned), unsigned kDepth>
-SHIM_RUNTIME inline void multiply_tile_of_depth(float (&d)[4], const uint32_t (&a)[kDepth / 4],
-                                                const uint32_t (&b)[kDepth / 8]) {
+template <unsigned kDepth>
+SHIM_RUNTIME inline void multiply_tile(float (&d)[4], const uint32_t (&a)[kDepth / 4],
+                                       const uint32_t (&b)[kDepth / 8]) {
   auto& lanes = lanes_of_this_warp().operands;
   const unsigned g = shim::lane_number() / 4;
   const unsigned t = shim::lane_number() % 4;
@@ -64,25 +54,17 @@ SHIM_RUNTIME inline void multiply_tile_of_depth(float (&d)[4], const uint32_t (&
     float sum = 0;
     for (unsigned k = 0; k < kDepth; ++k) {
       const unsigned holder = k % 8 / 2;
-      sum += kNumberIn(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) *
-             kNumberIn(lanes[column * 4 + holder][4 + k / 8], k % 2);
+      sum += bfloat16_in(lanes[g * 4 + holder][i / 2 + k / 8 * 2], k % 2) *
+             bfloat16_in(lanes[column * 4 + holder][4 + k / 8], k % 2);
     }
     d[i] += sum;
   }
 }
 
-SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
-  multiply_tile_of_depth<bfloat16_in, 16>(d, a, b);
+SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_tile<16>(d, a, b);
 }
-SHIM_RUNTIME inline void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  multiply_tile_of_depth<float16_in, 16>(d, a, b);
-}
-SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __nv_bfloat16) {
-  multiply_tile_of_depth<bfloat16_in, 8>(d, a, {b});
-}
-SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b, __half) {
-  multiply_tile_of_depth<float16_in, 8>(d, a, {b});
-}
+SHIM_RUNTIME inline void mma_16x8x8(float (&d)[4], const uint32_t (&a)[2], uint32_t b) { multiply_tile<8>(d, a, {b}); }
 
 SHIM_RUNTIME inline void collect_address(Lanes& lanes, const void* row) {
   shim::expect_aligned(row, 16);
@@ -161,9 +143,8 @@ inline float inverse_of_one_plus_power(float x) { return 1.0f / (1.0f + std::exp
 
 inline int reload_thread_index() { return static_cast<int>(threadIdx.x); }
 
-template <typename T>
-uint32_t rectified_word(float2 x, T) {
-  const T halves[2] = {T(x.x <= 0.0f ? 0.0f : x.x), T(x.y <= 0.0f ? 0.0f : x.y)};
+inline uint32_t rectified_word(float2 x) {
+  const __nv_bfloat16 halves[2] = {__nv_bfloat16(x.x <= 0.0f ? 0.0f : x.x), __nv_bfloat16(x.y <= 0.0f ? 0.0f : x.y)};
   uint32_t word;
   std::memcpy(&word, halves, sizeof word);
   return word;

@@ -25,11 +25,6 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
   const int64_t size = master.numel();
   const auto parameters = static_cast<int64_t>(gradients.size());
   const at::Device device = master.device();
-  MutableFloatArray shadows{nullptr, FloatType::kBFloat16};
-  if (shadow) {
-    row_pointer(*shadow, "shadow", shadow->scalar_type(), size, device);
-    shadows = {shadow->mutable_data_ptr(), float_type(*shadow, "shadow")};
-  }
   TORCH_CHECK(offsets.size() == gradients.size(), "there are ", parameters, " gradients and ", offsets.size(),
               " offsets; wanted as many");
   std::vector<AdamTensor> tensors;
@@ -53,7 +48,7 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
   AdamParams params{row_pointer<float>(master, "master", size, device),
                     row_pointer<float>(exp_avg, "exp_avg", size, device),
                     row_pointer<float>(exp_avg_sq, "exp_avg_sq", size, device),
-                    shadows,
+                    reinterpret_cast<BFloat16*>(row_pointer<at::BFloat16>(shadow, "shadow", size, device)),
                     row_pointer<float>(steps, "steps", parameters, device),
                     row_pointer<const float>(lr, "lr", 1, device),
                     row_pointer<const float>(loss, "loss", 1, device),

@@ -21,11 +21,8 @@ inline FloatType float_type(at::ScalarType type, const char* name, bool takes_do
       return FloatType::kFloat32;
     case at::kBFloat16:
       return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
     default:
-      TORCH_CHECK_TYPE(takes_double && type == at::kDouble, name, " has dtype ", type,
-                       "; wanted float32, bfloat16 or float16");
+      TORCH_CHECK_TYPE(takes_double && type == at::kDouble, name, " has dtype ", type, "; wanted float32 or bfloat16");
       return FloatType::kFloat64;
   }
 }

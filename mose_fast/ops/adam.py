@@ -21,8 +21,7 @@ __all__ = ["MOST_TENSORS", "adam_step"]
 #: The largest number of gradients in one call.
 MOST_TENSORS = 24576
 
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
-_SHADOWS = (torch.bfloat16, torch.float16)
+_GRADIENTS = (torch.float32, torch.bfloat16)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -67,7 +66,7 @@ def adam_step(
         master: float32 [P], the weights w.
         exp_avg: float32 [P], the first moments m.
         exp_avg_sq: float32 [P], the second moments v.
-        gradients: One per parameter, float32, bfloat16 or float16, of any shape, in dense memory;
+        gradients: One per parameter, float32 or bfloat16, of any shape, in dense memory;
             elements are read in memory order. None leaves the parameter, its moments and its count
             of steps unchanged.
         offsets: The parameters' first positions in the flat buffers, ascending, without overlap.
@@ -78,7 +77,7 @@ def adam_step(
         beta2: Decay of the second moments, in [0, 1).
         eps: Term added to the root of the second moment, at least 0.
         weight_decay: Factor of the weight that is added to its gradient, at least 0.
-        shadow: bfloat16 or float16 [P], receives the new weights, rounded; None: no copy.
+        shadow: bfloat16 [P], receives the new weights, rounded; None: no copy.
         loss: float32, one element; if it is not finite, nothing is written and ``latch`` is set.
         latch: bool scalar; while it is set, nothing is written, whatever the loss.
 
@@ -94,7 +93,7 @@ def adam_step(
     for name, buffer in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_tensor(name, buffer, (torch.float32,), (size,), beside=beside, contiguous=True)
     if shadow is not None:
-        check_tensor("shadow", shadow, _SHADOWS, (size,), beside=beside, contiguous=True)
+        check_tensor("shadow", shadow, (torch.bfloat16,), (size,), beside=beside, contiguous=True)
     if len(gradients) != len(offsets) or len(gradients) > MOST_TENSORS:
         raise ValueError(
             f"there are {len(gradients)} gradients and {len(offsets)} offsets; wanted as many of both, at most"
@@ -130,15 +129,8 @@ def adam_step(
                 f"gradients[{position}] has shape {tuple(gradient.shape)} and strides {gradient.stride()}; wanted dense"
                 " memory"
             )
-    options = {
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "shadow": shadow,
-        "loss": loss,
-        "latch": latch,
-    }
+    options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    options |= {"shadow": shadow, "loss": loss, "latch": latch}
     with torch.no_grad():
         if _loader.serves("adam", master):
             _loader.native.adam_step(master, exp_avg, exp_avg_sq, list(gradients), list(offsets), steps, lr, **options)

@@ -49,15 +49,8 @@ def _check(
     if stride == 2 and (height % 2 or width % 2):
         raise ValueError(f"x has sides {height} x {width}; wanted even ones for stride 2")
     check_tensor("depthwise", depthwise, FLOATS, (channels, 1, 3, 3), beside=beside)
-    check_tensor(
-        "pointwise",
-        pointwise,
-        FLOATS,
-        ("out_channels", channels, 1, 1),
-        beside=beside,
-        filled=(0,),
-        because=" with at least one channel",
-    )
+    sizes, because = ("out_channels", channels, 1, 1), " with at least one channel"
+    check_tensor("pointwise", pointwise, FLOATS, sizes, beside=beside, filled=(0,), because=because)
     check_norm("norm", norm, len(pointwise), x, wide)
     if prologue is not None:
         check_tensor("prologue", prologue, wide, (4, channels), beside=beside)
@@ -95,12 +88,12 @@ def align_conv(
     results can be differentiated, once, towards x, both weights, the norm's weight and bias,
     prologue and gate. In training the running statistics are updated in place. Autocast changes
     nothing; sums are in float32 (float64 for float64) and in a fixed order. On a GPU kernels serve
-    float32, bfloat16 and float16 with multiples of 8 channels, in the forms of alignment modules
+    float32 and bfloat16 with multiples of 8 channels, in the forms of alignment modules
     and gates: stride 1 with a prologue, stride 2 as it is, with a prologue or with a gate.
     PyTorch's convolutions serve the rest.
 
     Args:
-        x: [N, C, H, W], float32, bfloat16, float16 or float64; kernels want channels_last memory.
+        x: [N, C, H, W], float32, bfloat16 or float64; kernels want channels_last memory.
         depthwise: [C, 1, 3, 3]. A weight of another dtype than ``x`` is cast to it; its gradient
             has its own dtype.
         pointwise: [O, C, 1, 1].
@@ -110,10 +103,8 @@ def align_conv(
             is still to be applied (``AlignedMap.state`` or ``norm_state``). None: x is taken as it
             is.
         gate: [N, C, H/2, W/2] in the dtype of ``x``; wants even H and W.
-        valid_rows: The number of valid images; the images after them are padding: never read, zero
-            in y and in every gradient, not counted by the norm. An int, or an int32 scalar on the
-            device of ``x``, read there at each call (and replay) and cut to [0, N]. None: every
-            image is valid.
+        valid_rows: The number of valid images, as for
+            :func:`~mose_fast.ops.batch_norm_act.batch_norm_act`.
 
     Returns:
         AlignedMap(y [N, O, H/stride, W/stride] in the dtype of ``x``, state [4, O] in float32 or
@@ -186,9 +177,8 @@ def _has_kernels(x: Tensor, out_channels: int, stride: int, prologue: bool, gate
 
 
 def _in_channels_last(name: str, x: Tensor) -> Tensor:
-    if x.numel() and not x.is_contiguous(
-        memory_format=torch.channels_last
-    ):  # a map of no images may have lost its layout on the way
+    # A map of no images may have lost its layout on the way.
+    if x.numel() and not x.is_contiguous(memory_format=torch.channels_last):
         say_once(f"{name} of align_conv is not in channels_last memory and is copied into it, each time")
     return aligned(x)
 
@@ -228,9 +218,8 @@ class _AlignConv(torch.autograd.Function):
         prologue = None if prologue is None else aligned_row(prologue)
         taps = (depthwise.to(x.dtype) if depthwise.dtype == torch.float64 else depthwise).contiguous()
         matrix = aligned_row(pointwise.to(x.dtype).reshape(pointwise.shape[:2]))
-        norm = norm._replace(
-            weight=None if weight is None else weight.contiguous(), bias=None if bias is None else bias.contiguous()
-        )
+        weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+        norm = norm._replace(weight=weight, bias=bias)
         rows, count = split_rows(valid_rows)
         entering = (x, taps, stride, prologue, gate, rows, count)
         if align_conv_serves(x.dtype, *matrix.shape[::-1], stride).fused_forward:

@@ -17,7 +17,7 @@ from mose_fast.reference.augment import GREY_WEIGHTS, MIRROR, orient
 __all__ = ["GREY_WEIGHTS", "MIRROR", "augment", "orient"]
 
 _MAX_SOURCES, _MAX_SIDE = 4, 1024
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _check_sources(sources: Sequence[Tensor]) -> None:
@@ -82,7 +82,7 @@ def augment(
         mean: Mean of each of the 3 channels of images in [0, 1].
         std: Standard deviation of each channel.
         jitter_normalised: Jitter normalised images, clamping them to [0, 1].
-        dtype: float32, float16 or bfloat16.
+        dtype: float32 or bfloat16.
         channels: 3, or 4 or 8 for channels of zeros behind the three.
         plain: Use plain PyTorch, also where there is native code.
 
@@ -111,7 +111,7 @@ def augment(
     for name, numbers in (("mean", mean), ("std", std)):
         require(len(numbers) == 3, name, numbers, "3 numbers")
     if dtype not in _DTYPES:
-        raise TypeError(f"dtype is {dtype}; wanted float32, float16 or bfloat16")
+        raise TypeError(f"dtype is {dtype}; wanted float32 or bfloat16")
     check_choice("channels", channels, (3, 4, 8))
     arguments = (list(sources), rows, layout, codes, factors, list(mean), list(std), jitter_normalised, dtype)
     if plain or not _loader.serves("augment", sources[0]):

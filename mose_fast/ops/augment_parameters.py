@@ -22,12 +22,8 @@ def _check_recipe(recipe: Recipe) -> None:
         fits = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
         require(fits, name, value, "a number of at least 0")
         require(value <= 1 or not name.endswith("_p"), name, value, "a probability in [0, 1]")
-    require(
-        recipe.area_low <= recipe.area_high,
-        "recipe.area_low",
-        recipe.area_low,
-        f"at most area_high, {recipe.area_high!r}",
-    )
+    low, high = recipe.area_low, recipe.area_high
+    require(low <= high, "recipe.area_low", low, f"at most area_high, {high!r}")
 
 
 def draw_augment_parameters(
@@ -89,23 +85,14 @@ def draw_augment_parameters(
         if counter.device.type != device.type or device.index not in (None, counter.device.index):
             raise ValueError(f"counter is on {counter.device}; wanted {device}, where the parameters are drawn")
         device = counter.device
-    arguments = (
-        [float(x) for x in dataclasses.astuple(recipe)],
-        seed,
-        sequence,
-        count,
-        height,
-        width,
-        str(device),
-        counter,
-    )
     if not _loader.serves("augment_parameters", torch.empty(0, device=device)):
         first = sequence if counter is None else sequence + counter
         drawn = reference.draw_augment_parameters(recipe, seed, first, count, height, width, device)
         if counter is not None:
             counter += 1
         return drawn
-    return _loader.ops().augment_parameters(*arguments)
+    numbers = [float(x) for x in dataclasses.astuple(recipe)]
+    return _loader.ops().augment_parameters(numbers, seed, sequence, count, height, width, str(device), counter)
 
 
 if _loader.native is not None:

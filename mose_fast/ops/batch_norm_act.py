@@ -2,7 +2,7 @@
 norm and ReLU of another layer before it.
 
 Everything is computed in float32 (float64 for float64 maps), whatever autocast says. On a GPU
-kernels serve maps of float32, bfloat16 and float16 with a multiple of 8 channels, in channels_last
+kernels serve maps of float32 and bfloat16 with a multiple of 8 channels, in channels_last
 memory (others are copied into it). PyTorch's operations serve everything else and the CPU. The
 kernels sum in a fixed order, so that two runs agree bit for bit.
 """
@@ -53,7 +53,7 @@ def serves(op: str, x: Tensor, *norms: Norm) -> bool:
         return False
     obstacle = None
     if x.dtype == torch.float64:
-        obstacle = "a map is float64; kernels take float32, bfloat16 and float16"
+        obstacle = "a map is float64; kernels take float32 and bfloat16"
     elif x.shape[1] % 8 != 0:
         obstacle = f"a map has {x.shape[1]} channels; kernels take multiples of 8"
     for norm in norms:
@@ -100,7 +100,7 @@ def batch_norm_act(
         y = F.relu(norm(x) + residual_norm(residual))
 
     Args:
-        x: [N, C, H, W], float32, bfloat16 or float16; float64 is computed by the reference.
+        x: [N, C, H, W], float32 or bfloat16; float64 is computed by the reference.
         norm: Parameters and running statistics; in training the latter are updated in place.
         relu: Whether to rectify; False: y = norm(x) + residual.
         residual: A map of the shape of ``x``; another dtype is cast to that of ``x``.
@@ -140,16 +140,8 @@ def batch_norm_act(
             raise ValueError("prologue and residual are both given; wanted at most one of them")
     check_integer("consumers", consumers, 1, MOST_CONSUMERS)
     if not serves("batch_norm_act", x, *norms.values()):
-        return reference.batch_norm_act(
-            x,
-            norm,
-            relu=relu,
-            residual=residual,
-            residual_norm=residual_norm,
-            prologue=prologue,
-            consumers=consumers,
-            valid_rows=valid_rows,
-        )
+        around = {"relu": relu, "residual": residual, "residual_norm": residual_norm, "prologue": prologue}
+        return reference.batch_norm_act(x, norm, **around, consumers=consumers, valid_rows=valid_rows)
     x = input_map(x, x.dtype)
     norm = with_floats(norm)
     residual = None if residual is None else input_map(residual, x.dtype)

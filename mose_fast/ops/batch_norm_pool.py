@@ -32,13 +32,11 @@ def batch_norm_pool(x: Tensor, norm: Norm, residual: Tensor, valid_rows: int | T
         norm_pool(y, valid_rows=valid_rows)
 
     Args:
-        x: [N, C, H, W] with a pixel, float32, bfloat16 or float16 (float64 by the reference).
+        x: [N, C, H, W] with a pixel, float32 or bfloat16 (float64 by the reference).
         norm: Parameters and running statistics; in training the latter are updated in place.
         residual: A map of the shape of ``x``; another dtype is cast to that of ``x``.
-        valid_rows: The number of valid images; the images after them are padding: never read, not
-            counted, zero in the result and in every gradient. An int, or an int32 scalar on the
-            device of ``x``, read there at each call (and replay) and cut to [0, N]. None: every
-            image is valid.
+        valid_rows: The number of valid images, as for
+            :func:`~mose_fast.ops.batch_norm_act.batch_norm_act`.
 
     Returns:
         [N, C] in the dtype of ``x``; kernels can be differentiated once.

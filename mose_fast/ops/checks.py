@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 #: The dtypes of feature maps and loss inputs.
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 #: The sizes of a feature map.
 MAP = ("N", "C", "H", "W")
 

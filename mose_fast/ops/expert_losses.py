@@ -1,6 +1,6 @@
 """The losses of one step, all experts at once, and each loss alone, for use without MOSE.
 
-Native code serves float32, bfloat16 and float16, each input in its own dtype, and float64 on the
+Native code serves float32 and bfloat16, each input in its own dtype, and float64 on the
 CPU. Everything is computed in float32 (float64 if any input is), whatever autocast says; each
 gradient has its input's dtype. Sums have a fixed order, so that two runs agree bit for bit.
 """
@@ -126,14 +126,8 @@ def expert_losses(
     Source: the paper's L_MOSE; docs/specification/mose.md section 5;
     mose_fast/reference/expert_losses.py.
     """
-    check_tensor(
-        "projections",
-        projections,
-        FLOATS,
-        ("experts", "rows", "size"),
-        filled=(0,),
-        because=" with at least one expert",
-    )
+    sizes, because = ("experts", "rows", "size"), " with at least one expert"
+    check_tensor("projections", projections, FLOATS, sizes, filled=(0,), because=because)
     experts, rows, _ = projections.shape
     beside = ("projections", projections)
     because = f", as projections {tuple(projections.shape)}"
@@ -153,7 +147,10 @@ def expert_losses(
     check_choice("rsd_reduction", rsd_reduction, _REDUCTIONS)
     student_index = experts - 1 if student_index is None else student_index
     check_integer("student_index", student_index, 0, experts - 1)
-    if not _serves(projections, logits, features, student):
+    inputs = (projections, logits, features, student)
+    options = {"valid_rows": valid_rows, "temperature": temperature, "buffer_weight": buffer_weight}
+    options |= {"distillation": distillation, "student_index": student_index}
+    if not _serves(*inputs):
         if projections.device.type == "cpu" and not torch.compiler.is_compiling():
             # Scalars can be read here; csrc/cpu checks all of this itself.
             valid = rows if valid_rows is None else int(valid_rows)
@@ -161,42 +158,12 @@ def expert_losses(
             check_integer("new_rows", int(new_rows), 0, valid)
             if cross_entropy != "off":
                 _check_classes(labels[:valid], int(new_rows), current_classes, logits.shape[2])
+        switches = {"cross_entropy": cross_entropy, "contrastive": contrastive, "rsd_reduction": rsd_reduction}
         with torch.autocast(projections.device.type, enabled=False):
-            return reference.expert_losses(
-                projections,
-                logits,
-                features,
-                student,
-                labels,
-                new_rows,
-                current_classes,
-                valid_rows=valid_rows,
-                temperature=temperature,
-                buffer_weight=buffer_weight,
-                cross_entropy=cross_entropy,
-                contrastive=contrastive,
-                distillation=distillation,
-                rsd_reduction=rsd_reduction,
-                student_index=student_index,
-            )
+            return reference.expert_losses(*inputs, labels, new_rows, current_classes, **options, **switches)
     first = {"all": 0, "last": experts - 1, "off": experts}
-    return _native(
-        projections,
-        logits,
-        features,
-        student,
-        labels,
-        current_classes,
-        new_rows=new_rows,
-        valid_rows=valid_rows,
-        temperature=temperature,
-        buffer_weight=buffer_weight,
-        first_contrastive=first[contrastive],
-        first_cross_entropy=first[cross_entropy],
-        distillation=distillation,
-        reduction=rsd_reduction,
-        student_index=student_index,
-    )
+    options |= {"first_contrastive": first[contrastive], "first_cross_entropy": first[cross_entropy]}
+    return _native(*inputs, labels, current_classes, new_rows=new_rows, **options, reduction=rsd_reduction)
 
 
 def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Tensor:
@@ -233,9 +200,8 @@ def contrastive_loss(features: Tensor, labels: Tensor, temperature: float) -> Te
         with torch.autocast(features.device.type, enabled=False):
             return reference.contrastive_loss(features, labels, temperature)
     nothing = features.detach()[None, :, :0]
-    return _native(
-        features[None], nothing, nothing, nothing[0], labels, None, temperature=temperature, first_contrastive=0
-    )[0, 0]
+    inputs = (features[None], nothing, nothing, nothing[0])
+    return _native(*inputs, labels, None, temperature=temperature, first_contrastive=0)[0, 0]
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -268,9 +234,8 @@ def masked_cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor | None 
         with torch.autocast(logits.device.type, enabled=False):
             return reference.masked_cross_entropy(logits, labels, classes)
     nothing = logits.detach()[None, :, :0]
-    return _native(nothing, logits[None], nothing, nothing[0], labels, classes, new_rows=rows, first_cross_entropy=0)[
-        0, 1
-    ]
+    inputs = (nothing, logits[None], nothing, nothing[0])
+    return _native(*inputs, labels, classes, new_rows=rows, first_cross_entropy=0)[0, 1]
 
 
 def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tensor:
@@ -302,9 +267,8 @@ def self_distillation(student: Tensor, teacher: Tensor, reduction: str) -> Tenso
     nothing = student.detach()[None, :, :0]
     labels = torch.empty(len(student), dtype=torch.int64, device=student.device)  # read by the other two terms only
     # The one expert is not the student, and sd sends gradient to both sides.
-    return _native(
-        nothing, nothing, teacher[None], student, labels, None, distillation="sd", reduction=reduction, student_index=1
-    )[0, 2]
+    options = {"distillation": "sd", "reduction": reduction, "student_index": 1}
+    return _native(nothing, nothing, teacher[None], student, labels, None, **options)[0, 2]
 
 
 def _native(

@@ -1,6 +1,6 @@
 """A norm, its ReLU and the global average pool in one pass; the normalised map is never written.
 
-Native code serves float32, bfloat16 and float16: it computes in float32, rounds once, and sums in a
+Native code serves float32 and bfloat16: it computes in float32, rounds once, and sums in a
 fixed order, so that two runs agree bit for bit. The reference serves float64, on a GPU channels
 that are no multiple of 8, and everything where there is no library. Autocast changes nothing.
 """
@@ -34,9 +34,8 @@ def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor |
         state: float32 [4, C] (float64 beside float64): mean, inverse deviation, scale and shift, as
             :func:`mose_fast.ops.batch_norm_act.norm_state` returns them. It receives a gradient,
             in which that of the inverse deviation is 0. None: the mean of ``x`` itself.
-        valid_rows: The number of valid images; the images after them are padding: never read, zero
-            in the result and in every gradient. An int, or an int32 scalar on the device of ``x``,
-            read there at each call (and replay) and cut to [0, N]. None: every image is valid.
+        valid_rows: The number of valid images, as for
+            :func:`~mose_fast.ops.batch_norm_act.batch_norm_act`.
 
     Returns:
         [N, C] in the dtype of ``x``; native code can be differentiated once.

@@ -62,16 +62,8 @@ def insert(
     """
     check_tensor("state", state, _INTEGERS, (3,), contiguous=True)
     beside = ("state", state)
-    check_tensor(
-        "images",
-        images,
-        _BYTES,
-        ("slots", "H", "W", 3),
-        beside=beside,
-        filled=(0,),
-        because=" with at least one slot",
-        contiguous=True,
-    )
+    wanted = {"filled": (0,), "because": " with at least one slot", "contiguous": True}
+    check_tensor("images", images, _BYTES, ("slots", "H", "W", 3), beside=beside, **wanted)
     for name, slots in (("labels", labels), ("tasks", tasks), ("indices", indices)):
         check_tensor(name, slots, _INTEGERS, (len(images),), beside=beside, contiguous=True)
     check_tensor("x", x, _BYTES, ("images", *images.shape[1:]), beside=beside)

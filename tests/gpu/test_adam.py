@@ -55,12 +55,11 @@ def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
         assert (ours.cpu() - cpu).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("shadow", [torch.bfloat16, torch.float16], ids=str)
-def test_shadows_are_rounded_as_pytorch_rounds(shadow):
-    network, optimiser = make(shadow_dtype=shadow)
+def test_shadows_are_rounded_as_pytorch_rounds():
+    network, optimiser = make()
     optimiser.step(random_gradients(optimiser))
     for parameter, copied in zip(network.parameters(), optimiser.shadows, strict=True):
-        assert copied is None or torch.equal(copied, parameter.to(shadow))
+        assert copied is None or torch.equal(copied, parameter.bfloat16())
 
 
 @pytest.mark.needs("graphs")
@@ -98,35 +97,6 @@ def test_replays_of_a_graph_count_steps_and_read_rate_loss_and_latch_anew():
         assert (optimiser._steps == 4).all()
         runs.append(everything(optimiser))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-def test_two_runs_are_equal_bit_for_bit():
-    runs = []
-    for _ in range(2):
-        _, optimiser = make()
-        torch.manual_seed(2)
-        for _ in range(3):
-            optimiser.step(random_gradients(optimiser))
-        runs.append(everything(optimiser))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.needs("streams")
-def test_runs_on_the_current_stream():
-    _, optimiser = make()
-    _, other = make()
-    gradients = random_gradients(optimiser)
-    optimiser.step(gradients)
-    moved = [torch.zeros_like(g) for g in gradients]
-    side = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        for target, source in zip(moved, gradients, strict=True):
-            target.copy_(source)
-        other.step(moved)
-    side.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(everything(optimiser), everything(other), strict=True))
 
 
 @pytest.mark.needs("profiler")

@@ -44,7 +44,7 @@ def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_norm
     torch.testing.assert_close(ours.cpu().double(), truth, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels", [3, 4, 8])
 def test_other_formats_are_one_rounding(dtype, channels):
     step = on_card(make_step(100, (32, 32), RECIPES["scr"], 100))

@@ -16,7 +16,7 @@ from mose_fast.self_check.problems import BatchNormPool, by_reference
 from tests.gpu.comparison import results
 
 DEVICE = _loader.gpu()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 SHAPES = [(384, 512, 4, 4), (1, 512, 4, 4), (37, 160, 4, 4), (24, 512, 8, 8), (5, 72, 3, 5)]
 
 
@@ -92,25 +92,6 @@ def test_channels_that_no_kernel_takes_are_said_once_and_served():
     wanted = results(problem, by_reference, torch.float64)
     for value, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(value.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.needs("graphs")
-def test_replays_of_a_graph_equal_eager_and_read_the_row_count_anew():
-    problem = problem_of((384, 512, 4, 4), torch.bfloat16)
-    valid = torch.tensor(384, dtype=torch.int32, device=DEVICE)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        results(problem, batch_norm_pool, valid_rows=valid)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(problem, batch_norm_pool, valid_rows=valid)
-    for rows in (384, 296, 0, 40):
-        valid.fill_(rows)
-        graph.replay()
-        eager = results(problem, batch_norm_pool, valid_rows=rows)
-        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
 
 
 @pytest.mark.needs("profiler")

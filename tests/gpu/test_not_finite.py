@@ -25,6 +25,7 @@ from mose_fast.reference import batch_norm as plain_norm
 from mose_fast.reference import batch_norm_act as plain_batch_norm_act
 from mose_fast.reference import expert_losses as plain_losses
 from mose_fast.reference import norm_pool as plain_norm_pool
+from mose_fast.self_check.problems import by_reference
 
 DEVICE = _loader.gpu()
 
@@ -47,22 +48,11 @@ def spoiled(inputs: dict[str, Tensor | None], name: str, value: float, seed: int
     return copies
 
 
-def leaves_of(inputs: dict[str, Tensor | None], put) -> dict[str, Tensor | None]:
-    return {name: None if x is None else put(x).detach().requires_grad_() for name, x in inputs.items()}
-
-
-def with_gradients(
-    results: dict[str, Tensor], upstream: list[Tensor], leaves: dict[str, Tensor | None]
-) -> dict[str, Tensor | None]:
+def with_gradients(results: dict, outputs: dict, upstream: list[Tensor], leaves: dict) -> dict[str, Tensor | None]:
     wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None}
-    outputs = list(results.values())
-    grads = torch.autograd.grad(
-        outputs,
-        list(wanted.values()),
-        [g.to(y.device, y.dtype) for y, g in zip(outputs, upstream, strict=True)],
-        allow_unused=True,
-    )
-    return {**results, **{f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
+    given = [g.to(y.device, y.dtype) for y, g in zip(outputs.values(), upstream, strict=True)]
+    grads = torch.autograd.grad([*outputs.values()], [*wanted.values()], given, allow_unused=True)
+    return {**outputs, **results, **{f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True)}}
 
 
 def check(what: str, ours: dict, plain: dict, spoils_gradient: bool) -> None:
@@ -100,13 +90,37 @@ def state_of(generator: torch.Generator, channels: int) -> Tensor:
     )
 
 
+def compare(inputs: dict, others: dict, run, variants=({},) * 3, upstream=("upstream",), nan_alone: str = "") -> None:
+    """Spoils each input and each of ``others`` in turn, the last of which (``upstream``) come in
+    with the gradients. ``run(leaves, running, native, **variant)`` gives outputs, and whether its
+    running statistics are results; there is one variant for each of SPOILS.
+    """
+    everything = {**inputs, **others}
+    for seed, name in enumerate(name for name, x in everything.items() if x is not None):
+        for value, variant in zip(SPOILS, variants, strict=True):
+            if name == nan_alone and value is not NAN:
+                continue
+            given, found = spoiled(everything, name, value, seed), []
+            for put, native in ((on_card, True), (lambda x: x, False)):
+                leaves = {n: None if given[n] is None else put(given[n]).detach().requires_grad_() for n in inputs}
+                running = [put(given[n]).clone() for n in ("mean", "var") if n in given]
+                outputs, moves = run(leaves, running, native, **variant)
+                statistics = dict(zip(("running mean", "running var"), running, strict=False)) if moves else {}
+                found.append(with_gradients(statistics, outputs, [given[n] for n in upstream], leaves))
+            check(f"{value} in {name}, {variant}", *found, name in upstream)
+
+
+def norm_vectors(generator: torch.Generator, channels: int) -> dict[str, Tensor]:
+    return {"mean": normal(generator, channels), "var": normal(generator, channels).abs() + 0.5}
+
+
 #: The fused kernel and the two kernels with a product by PyTorch between them, in all the forms of
 #: what enters.
 ALIGN_CONVS = [
     # dtype, channels, out_channels, stride, prologue, gate, training
     (torch.bfloat16, 16, 24, 1, True, False, True),
     (torch.bfloat16, 16, 16, 2, True, False, False),
-    (torch.float16, 32, 16, 2, False, True, True),
+    (torch.bfloat16, 32, 16, 2, False, True, True),
     (torch.float32, 16, 16, 1, True, False, True),
     (torch.float32, 24, 40, 2, False, True, True),
     (torch.bfloat16, 136, 264, 1, True, False, True),
@@ -127,40 +141,18 @@ def test_align_conv(setting):
         "prologue": state_of(g, channels) if follows else None,
         "gate": normal(g, 2, channels, 2, 3, dtype=dtype) if gated else None,
     }
-    others = {
-        "mean": normal(g, out_channels),
-        "var": normal(g, out_channels).abs() + 0.5,
-        "to y": normal(g, 2, out_channels, 4 // stride, 6 // stride),
-        "to state": normal(g, 4, out_channels),
-    }
+    upstream = {"to y": normal(g, 2, out_channels, 4 // stride, 6 // stride), "to state": normal(g, 4, out_channels)}
 
-    def run(function, put, given: dict) -> dict:
-        leaves = leaves_of({name: given[name] for name in inputs}, put)
-        running = [put(given[name]).clone() for name in ("mean", "var")]
-        norm = Norm(leaves["weight"], leaves["bias"], *running, None, 0.1, 1e-5, training)
-        y, state = function(
-            leaves["x"],
-            leaves["depthwise"],
-            leaves["pointwise"],
-            norm,
-            stride=stride,
-            prologue=leaves["prologue"],
-            gate=leaves["gate"],
-        )
-        results = with_gradients({"y": y, "state": state}, [given["to y"], given["to state"]], leaves)
-        return {**results, "running mean": running[0], "running var": running[1]}
+    def run(leaves, running, native):
+        *first, weight, bias, prologue, gate = leaves.values()
+        norm = Norm(weight, bias, *running, None, 0.1, 1e-5, training)
+        module = align_conv if native else plain_align_conv
+        y, state = module.align_conv(*first, norm, stride=stride, prologue=prologue, gate=gate)
+        return {"y": y, "state": state}, True
 
-    for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
-        # A gate of infinity is open or shut; PyTorch's up-sampling makes NaN of it beside a border,
-        # where it multiplies it by zero.
-        for value in (NAN,) if name == "gate" else SPOILS:
-            given = spoiled({**inputs, **others}, name, value, seed)
-            check(
-                f"{value} in {name}",
-                run(align_conv.align_conv, on_card, given),
-                run(plain_align_conv.align_conv, lambda x: x, given),
-                name.startswith("to "),
-            )
+    # A gate of infinity is open or shut; PyTorch's up-sampling makes NaN of it beside a border,
+    # where it multiplies it by zero.
+    compare(inputs, norm_vectors(g, out_channels) | upstream, run, upstream=tuple(upstream), nan_alone="gate")
 
 
 @pytest.mark.parametrize("form", ["plain", "residual", "two norms", "prologue", "state"])
@@ -176,45 +168,21 @@ def test_batch_norm_act(form, dtype):
         "second weight": normal(g, 16) if form == "two norms" else None,
         "prologue": state_of(g, 16) if form == "prologue" else None,
     }
-    others = {
-        "mean": normal(g, 16),
-        "var": normal(g, 16).abs() + 0.5,
-        "upstream": normal(g, *((4, 16) if form == "state" else size)),
-    }
+    upstream = normal(g, *((4, 16) if form == "state" else size))
 
-    def run(function, of_state, put, given: dict, relu: bool, training: bool, valid: int | None) -> dict:
-        leaves = leaves_of({name: given[name] for name in inputs}, put)
-        running = [put(given[name]).clone() for name in ("mean", "var")]
-        norm = Norm(leaves["weight"], leaves["bias"], *running, None, 0.1, 1e-5, training)
+    def run(leaves, running, native, *, relu, training, valid):
+        x, weight, bias, residual, second, prologue = leaves.values()
+        norm = Norm(weight, bias, *running, None, 0.1, 1e-5, training)
         if form == "state":
-            y = of_state(leaves["x"], norm, valid)
-        else:
-            other = Norm(leaves["second weight"], None, None, None) if form == "two norms" else None
-            y = function(
-                leaves["x"],
-                norm,
-                relu=relu,
-                residual=leaves["residual"],
-                residual_norm=other,
-                prologue=leaves["prologue"],
-                valid_rows=valid,
-            )
-        return {
-            **with_gradients({"y": y}, [given["upstream"]], leaves),
-            "running mean": running[0],
-            "running var": running[1],
-        }
+            return {"y": (batch_norm_act if native else plain_norm).norm_state(x, norm, valid)}, True
+        options = {"residual": residual, "prologue": prologue, "relu": relu, "valid_rows": valid}
+        if form == "two norms":
+            options["residual_norm"] = Norm(second, None, None, None)
+        return {"y": (batch_norm_act if native else plain_batch_norm_act).batch_norm_act(x, norm, **options)}, True
 
-    for seed, name in enumerate(name for name, x in {**inputs, **others}.items() if x is not None):
-        for value, (relu, training, valid) in zip(
-            SPOILS, ((True, True, None), (False, True, 2), (True, False, 2)), strict=True
-        ):
-            given = spoiled({**inputs, **others}, name, value, seed)
-            ours = run(batch_norm_act.batch_norm_act, batch_norm_act.norm_state, on_card, given, relu, training, valid)
-            plain = run(
-                plain_batch_norm_act.batch_norm_act, plain_norm.norm_state, lambda x: x, given, relu, training, valid
-            )
-            check(f"{value} in {name}, {relu=}, {training=}, {valid=}", ours, plain, name == "upstream")
+    variants = ((True, True, None), (False, True, 2), (True, False, 2))
+    variants = [dict(zip(("relu", "training", "valid"), variant, strict=True)) for variant in variants]
+    compare(inputs, norm_vectors(g, 16) | {"upstream": upstream}, run, variants)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -222,21 +190,12 @@ def test_batch_norm_act(form, dtype):
 def test_norm_pool(dtype, valid):
     g = torch.Generator().manual_seed(1)
     inputs = {"x": normal(g, 3, 16, 3, 4, dtype=dtype), "state": state_of(g, 16)}
-    others = {"upstream": normal(g, 3, 16)}
 
-    def run(function, put, given: dict) -> dict:
-        leaves = leaves_of({name: given[name] for name in inputs}, put)
-        return with_gradients({"pooled": function(leaves["x"], leaves["state"], valid)}, [given["upstream"]], leaves)
+    def run(leaves, running, native):
+        module = norm_pool if native else plain_norm_pool
+        return {"pooled": module.norm_pool(*leaves.values(), valid)}, False
 
-    for name in (*inputs, *others):
-        for seed, value in enumerate(SPOILS):
-            given = spoiled({**inputs, **others}, name, value, seed)
-            check(
-                f"{value} in {name}",
-                run(norm_pool.norm_pool, on_card, given),
-                run(plain_norm_pool.norm_pool, lambda x: x, given),
-                name == "upstream",
-            )
+    compare(inputs, {"upstream": normal(g, 3, 16)}, run)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -245,26 +204,14 @@ def test_batch_norm_pool(valid, training):
     g = torch.Generator().manual_seed(3)
     inputs = {"x": normal(g, 3, 16, 3, 4), "weight": normal(g, 16), "bias": normal(g, 16)}
     inputs["residual"] = normal(g, 3, 16, 3, 4)
-    others = {"mean": normal(g, 16), "var": normal(g, 16).abs() + 0.5, "upstream": normal(g, 3, 16)}
 
-    def plain(x, norm, residual, valid):
-        y = plain_batch_norm_act.batch_norm_act(x, norm, residual=residual, valid_rows=valid)
-        return plain_norm_pool.norm_pool(y, None, valid)
+    def run(leaves, running, native):
+        x, weight, bias, residual = leaves.values()
+        function = batch_norm_pool.batch_norm_pool if native else by_reference
+        pooled = function(x, Norm(weight, bias, *running, training=training), residual, valid)
+        return {"pooled": pooled}, training  # in evaluation they are inputs, which a ReLU may cut off
 
-    def run(function, put, given: dict) -> dict:
-        leaves = leaves_of({name: given[name] for name in inputs}, put)
-        running = [put(given[name]).clone() for name in ("mean", "var")]
-        norm = Norm(leaves["weight"], leaves["bias"], *running, training=training)
-        pooled = function(leaves["x"], norm, leaves["residual"], valid)
-        results = with_gradients({"pooled": pooled}, [given["upstream"]], leaves)
-        # In evaluation they are inputs, which a ReLU may cut off.
-        return {**results, **({"running mean": running[0], "running var": running[1]} if training else {})}
-
-    for seed, name in enumerate((*inputs, *others)):
-        for value in SPOILS:
-            given = spoiled({**inputs, **others}, name, value, seed)
-            ours = run(batch_norm_pool.batch_norm_pool, on_card, given)
-            check(f"{value} in {name}", ours, run(plain, lambda x: x, given), name == "upstream")
+    compare(inputs, norm_vectors(g, 16) | {"upstream": normal(g, 3, 16)}, run)
 
 
 #: Rows without a positive among them, where the contrastive kernel once lost a NaN, in a tile of 16
@@ -272,14 +219,7 @@ def test_batch_norm_pool(valid, training):
 LABELS = torch.tensor([4, 4, 3, 0, 3, 4, 2])
 
 
-def losses_of(module, put, given: dict, **options) -> dict:
-    leaves = leaves_of({name: x for name, x in given.items() if name != "upstream"}, put)
-    mask = torch.tensor([False, False, False, True, True])
-    terms = module.expert_losses(*leaves.values(), put(LABELS), 3, put(mask), **options)
-    return with_gradients({"terms": terms}, [given["upstream"]], leaves)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("distillation", ["rsd", "sd", "off"])
 def test_expert_losses(dtype, distillation):
     g = torch.Generator().manual_seed(2)
@@ -288,30 +228,24 @@ def test_expert_losses(dtype, distillation):
         "logits": normal(g, 2, 7, 5, dtype=dtype),
         "features": normal(g, 2, 7, 9, dtype=dtype),
         "student": normal(g, 7, 9, dtype=dtype),
-        "upstream": normal(g, 2, 3),
     }
-    for name in inputs:
-        for seed, value in enumerate(SPOILS):
-            for valid, reduction, temperature in ((None, "frobenius", 0.07), (6, "mean_of_norms", 1e-3)):
-                given = spoiled(inputs, name, value, seed)
-                options = {
-                    "distillation": distillation,
-                    "rsd_reduction": reduction,
-                    "valid_rows": valid,
-                    "temperature": temperature,
-                }
-                results = [
-                    losses_of(module, put, given, **options)
-                    for module, put in ((expert_losses, on_card), (plain_losses, lambda x: x))
-                ]
-                check(f"{value} in {name}, {valid=}, {temperature=}", *results, name == "upstream")
+    mask = torch.tensor([False, False, False, True, True])
+
+    def run(leaves, running, native, **options):
+        put, module = (on_card, expert_losses) if native else (lambda x: x, plain_losses)
+        options |= {"distillation": distillation}
+        return {"terms": module.expert_losses(*leaves.values(), put(LABELS), 3, put(mask), **options)}, False
+
+    for valid, reduction, temperature in ((None, "frobenius", 0.07), (6, "mean_of_norms", 1e-3)):
+        options = {"valid_rows": valid, "rsd_reduction": reduction, "temperature": temperature}
+        compare(inputs, {"upstream": normal(g, 2, 3)}, run, [options] * 3)
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY])
 def test_the_contrastive_loss_shows_it_in_every_row(value):
     g = torch.Generator().manual_seed(3)
     for row in range(len(LABELS)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in (torch.float32, torch.bfloat16):
             z = normal(g, 7, 8, dtype=dtype)
             z[row, 3] = value
             leaf = on_card(z).requires_grad_()

@@ -3,8 +3,7 @@
 #include <utility>
 
 #include "api/adam.h"
-#include "core/half.h"
-#include "kernel_case.h"
+#include "encoded_floats.h"
 
 #if defined(MF_KERNELS_ON_CPU)
 #include "cuda/adam.cuh"
@@ -12,9 +11,7 @@
 
 namespace {
 
-using kernel_case::Context;
-using kernel_case::hide;
-using Floats = std::vector<float>;
+using namespace kernel_case;
 
 constexpr double kTolerance = 2e-6;  // a kernel may fuse a product and a sum
 
@@ -25,8 +22,7 @@ struct Problem {
   std::vector<int64_t> sizes, starts;
   Floats master, exp_avg, exp_avg_sq, steps;
   std::vector<Floats> gradients;
-  std::vector<mf::BFloat16> shadow_bfloat16;
-  std::vector<mf::Float16> shadow_float16;
+  std::vector<mf::BFloat16> shadow;
   float lr = 0.01f;
   float loss = 1.0f;
   double beta1 = 0.9, beta2 = 0.999;
@@ -53,42 +49,16 @@ Problem make_problem(const std::vector<int64_t>& sizes, int64_t gap, int64_t shi
   }
   std::transform(problem.exp_avg_sq.begin(), problem.exp_avg_sq.end(), problem.exp_avg_sq.begin(),
                  [](float x) { return x * x; });
-  for (const float x : problem.master) {
-    problem.shadow_bfloat16.emplace_back();
-    problem.shadow_float16.emplace_back();
-    mf::round_to(x, problem.shadow_bfloat16.back());
-    mf::round_to(x, problem.shadow_float16.back());
-  }
+  problem.shadow = rounded<mf::BFloat16>(problem.master);
   return problem;
 }
 
-template <typename T>
-std::vector<T> rounded(const Floats& values) {
-  std::vector<T> result(values.size());
-  std::transform(values.begin(), values.end(), result.begin(), [](float x) {
-    T y;
-    mf::round_to(x, y);
-    return y;
-  });
-  return result;
-}
-
-template <typename T>
-Floats widened(const std::vector<T>& values) {
-  Floats result(values.size());
-  std::transform(values.begin(), values.end(), result.begin(), [](T x) { return mf::widened(x); });
-  return result;
-}
-
-enum class Shadow { kNone, kBFloat16, kFloat16 };
-
 // `latched`: the latch is set before; `step` runs the kernels.
 template <typename Step>
-void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step step) {
+void compare(Context& context, Problem wanted, bool shadow, bool latched, Step step) {
   Problem problem = wanted;
   const size_t parameters = problem.sizes.size();
   std::vector<std::vector<mf::BFloat16>> as_bfloat16(parameters);
-  std::vector<std::vector<mf::Float16>> as_float16(parameters);
   std::vector<mf::AdamTensor> on_host, on_device;
   for (size_t i = 0; i < parameters; ++i) {
     if (i % 5 == 4) {
@@ -103,12 +73,9 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
       on_host.back().gradient = values.data() + problem.shift;
       on_device.back().gradient = context.upload(values) + problem.shift;
     };
-    if (i % 3 == 1) {
+    if (i % 2 == 1) {
       as_bfloat16[i] = rounded<mf::BFloat16>(problem.gradients[i]);
       place(as_bfloat16[i], mf::FloatType::kBFloat16);
-    } else if (i % 3 == 2) {
-      as_float16[i] = rounded<mf::Float16>(problem.gradients[i]);
-      place(as_float16[i], mf::FloatType::kFloat16);
     } else {
       place(problem.gradients[i], mf::FloatType::kFloat32);
     }
@@ -120,16 +87,12 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
   params.beta2 = problem.beta2;
   params.eps = 1e-8;
   params.weight_decay = 1e-4;
-  const auto type = shadow == Shadow::kFloat16 ? mf::FloatType::kFloat16 : mf::FloatType::kBFloat16;
 
   bool wanted_latch = latched;
   params.master = wanted.master.data();
   params.exp_avg = wanted.exp_avg.data();
   params.exp_avg_sq = wanted.exp_avg_sq.data();
-  params.shadow = {shadow == Shadow::kNone       ? nullptr
-                   : shadow == Shadow::kBFloat16 ? static_cast<void*>(wanted.shadow_bfloat16.data())
-                                                 : static_cast<void*>(wanted.shadow_float16.data()),
-                   type};
+  params.shadow = shadow ? wanted.shadow.data() : nullptr;
   params.steps = wanted.steps.data();
   params.lr = &wanted.lr;
   params.loss = &wanted.loss;
@@ -140,11 +103,8 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
   params.master = context.upload(problem.master);
   params.exp_avg = context.upload(problem.exp_avg);
   params.exp_avg_sq = context.upload(problem.exp_avg_sq);
-  auto* shadow_bfloat16 = context.upload(problem.shadow_bfloat16);
-  auto* shadow_float16 = context.upload(problem.shadow_float16);
-  params.shadow.data = shadow == Shadow::kNone       ? nullptr
-                       : shadow == Shadow::kBFloat16 ? static_cast<void*>(shadow_bfloat16)
-                                                     : static_cast<void*>(shadow_float16);
+  auto* on_gpu = context.upload(problem.shadow);
+  params.shadow = shadow ? on_gpu : nullptr;
   params.steps = context.upload(problem.steps);
   params.lr = context.upload(Floats{problem.lr});
   params.loss = context.upload(Floats{problem.loss});
@@ -161,18 +121,13 @@ void compare(Context& context, Problem wanted, Shadow shadow, bool latched, Step
   context.expect_close("exp_avg", params.exp_avg, wanted.exp_avg, kTolerance);
   context.expect_close("exp_avg_sq", params.exp_avg_sq, wanted.exp_avg_sq, kTolerance);
   const size_t size = wanted.master.size();
-  context.expect_close("bfloat16 shadow", context.upload(widened(context.download(shadow_bfloat16, size))),
-                       widened(wanted.shadow_bfloat16), 1.0 / 128);
-  context.expect_close("float16 shadow", context.upload(widened(context.download(shadow_float16, size))),
-                       widened(wanted.shadow_float16), 1.0 / 1024);
-  if (shadow ==
-      Shadow::kBFloat16) {  // of the kernel's own weights, rounded as it should be, also where none was written
-    context.expect_close("rounding", context.upload(widened(context.download(shadow_bfloat16, size))),
-                         widened(rounded<mf::BFloat16>(context.download(params.master, size))), 0.0);
+  expect(context, "shadow", on_gpu, wanted.shadow, 1.0 / 128);
+  if (shadow) {  // of the kernel's own weights, rounded as it should be, also where none was written
+    expect(context, "rounding", on_gpu, rounded<mf::BFloat16>(context.download(params.master, size)), 0.0);
   }
 }
 
-void compare(Context& context, const Problem& problem, Shadow shadow, bool latched = false) {
+void compare(Context& context, const Problem& problem, bool shadow, bool latched = false) {
   compare(context, problem, shadow, latched,
           [&](const mf::AdamParams& params) { mf::cuda::adam_step(params, context.stream()); });
 }
@@ -180,18 +135,18 @@ void compare(Context& context, const Problem& problem, Shadow shadow, bool latch
 }  // namespace
 
 KERNEL_CASE(adam_of_every_type) {
-  for (const Shadow shadow : {Shadow::kNone, Shadow::kBFloat16, Shadow::kFloat16}) {
+  for (const bool shadow : {false, true}) {
     compare(context, make_problem({300, 2048, 64, 5000, 9, 1, 0, 2049}, 64), shadow);
   }
 }
 
 KERNEL_CASE(adam_of_unaligned_tensors) {
-  compare(context, make_problem({300, 2051, 64, 4097, 9, 3}, 1), Shadow::kBFloat16);
-  compare(context, make_problem({300, 2052, 64, 4096, 8, 4}, 0, 1), Shadow::kFloat16);  // only the gradients' memory is
+  compare(context, make_problem({300, 2051, 64, 4097, 9, 3}, 1), true);
+  compare(context, make_problem({300, 2052, 64, 4096, 8, 4}, 0, 1), true);  // only the gradients' memory is
 }
 
 KERNEL_CASE(adam_of_more_tensors_than_a_launch_takes) {
-  compare(context, make_problem(std::vector<int64_t>(300, 5), 3), Shadow::kBFloat16);
+  compare(context, make_problem(std::vector<int64_t>(300, 5), 3), true);
 }
 
 // Powers of the decays at their limits, where the device's must be the host's: of none, of a denormal, a negative and
@@ -203,13 +158,13 @@ KERNEL_CASE(adam_of_decays_and_steps_at_their_limits) {
     problem.beta1 = beta1;
     problem.beta2 = beta2;
     problem.steps = {0.0f, 3.0f, 1049.0f, 1e30f, INFINITY};
-    compare(context, problem, Shadow::kNone);
+    compare(context, problem, false);
   }
 }
 
 KERNEL_CASE(adam_of_nothing) {
-  compare(context, make_problem({}, 0), Shadow::kNone);
-  compare(context, make_problem({0, 0, 0}, 4), Shadow::kBFloat16);
+  compare(context, make_problem({}, 0), false);
+  compare(context, make_problem({0, 0, 0}, 4), true);
 }
 
 KERNEL_CASE(small_adam_frozen_by_its_loss_or_latch) {
@@ -217,7 +172,7 @@ KERNEL_CASE(small_adam_frozen_by_its_loss_or_latch) {
     for (const bool latched : {false, true}) {
       Problem problem = make_problem({40, 7, 3}, 1);
       problem.loss = loss;
-      compare(context, problem, Shadow::kBFloat16, latched);
+      compare(context, problem, true, latched);
     }
   }
 }
@@ -227,46 +182,45 @@ KERNEL_CASE(small_adam_frozen_by_its_loss_or_latch) {
 // Few threads, so that every loop takes several turns.
 KERNEL_CASE(small_adam) {
   for (const bool latched : {false, true}) {
-    compare(
-        context, make_problem({40, 21, 3, 70, 9, 33}, 4), Shadow::kFloat16, latched, [](const mf::AdamParams& params) {
-          mf::cuda::AdamBegin begin{params.steps,
-                                    params.lr,
-                                    params.loss,
-                                    params.latch,
-                                    params.scales,
-                                    params.frozen,
-                                    params.beta1,
-                                    params.beta2,
-                                    static_cast<int32_t>(params.parameters),
-                                    {}};
-          mf::cuda::AdamPieces pieces{params.master,
-                                      params.exp_avg,
-                                      params.exp_avg_sq,
-                                      params.shadow,
-                                      params.scales,
-                                      params.frozen,
-                                      params.settings(),
-                                      static_cast<int32_t>(params.tensor_count),
-                                      {}};
-          for (int32_t i = 0; i < pieces.tensor_count; ++i) {
-            const mf::AdamTensor& tensor = params.tensors[i];
-            begin.has_gradient[0] |= 1u << tensor.parameter;
-            pieces.tensors[i] = {tensor.gradient,
-                                 static_cast<int32_t>(tensor.start),
-                                 static_cast<int32_t>(tensor.count),
-                                 i,
-                                 static_cast<int16_t>(tensor.parameter),
-                                 static_cast<uint8_t>(tensor.type)};
-          }
-          hide(begin.loss, sizeof(float));
-          shim::launch(1, 4, sizeof(int32_t), [&] {
-            MF_DYNAMIC_SHARED(shared);
-            mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
-          });
-          hide(begin.frozen, sizeof(int32_t));
-          hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
-          shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
-        });
+    compare(context, make_problem({40, 21, 3, 70, 9, 33}, 4), true, latched, [](const mf::AdamParams& params) {
+      mf::cuda::AdamBegin begin{params.steps,
+                                params.lr,
+                                params.loss,
+                                params.latch,
+                                params.scales,
+                                params.frozen,
+                                params.beta1,
+                                params.beta2,
+                                static_cast<int32_t>(params.parameters),
+                                {}};
+      mf::cuda::AdamPieces pieces{params.master,
+                                  params.exp_avg,
+                                  params.exp_avg_sq,
+                                  reinterpret_cast<__nv_bfloat16*>(params.shadow),
+                                  params.scales,
+                                  params.frozen,
+                                  params.settings(),
+                                  static_cast<int32_t>(params.tensor_count),
+                                  {}};
+      for (int32_t i = 0; i < pieces.tensor_count; ++i) {
+        const mf::AdamTensor& tensor = params.tensors[i];
+        begin.has_gradient[0] |= 1u << tensor.parameter;
+        pieces.tensors[i] = {tensor.gradient,
+                             static_cast<int32_t>(tensor.start),
+                             static_cast<int32_t>(tensor.count),
+                             i,
+                             static_cast<int16_t>(tensor.parameter),
+                             static_cast<uint8_t>(tensor.type)};
+      }
+      hide(begin.loss, sizeof(float));
+      shim::launch(1, 4, sizeof(int32_t), [&] {
+        MF_DYNAMIC_SHARED(shared);
+        mf::cuda::adam_begin_block(begin, *reinterpret_cast<int32_t*>(shared));
+      });
+      hide(begin.frozen, sizeof(int32_t));
+      hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
+      shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
+    });
   }
 }
 

@@ -1,74 +1,88 @@
-// Numbers that a float, bfloat16 or float16 holds exactly, and the bytes that hold them: what
-// kernels get and the twin computes with.
+// Numbers that a float or a bfloat16 holds exactly, and the bytes that hold them: what kernels get and
+// the twin computes with.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
 #include <random>
 #include <vector>
 
 #include "api/float_array.h"
+#include "core/bfloat16.h"
+#include "kernel_case.h"
 
 namespace kernel_case {
 
 using mf::FloatType;
 using Doubles = std::vector<double>;
+using Floats = std::vector<float>;
 
-// As 4 or 2 bytes each.
-inline std::vector<unsigned char> encode(const Doubles& values, FloatType type) {
-  std::vector<unsigned char> bytes;
-  for (const double value : values) {
-    const auto number = static_cast<float>(value);
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    if (type == FloatType::kBFloat16) {
-      bits >>= 16;
-    } else if (type == FloatType::kFloat16) {
-      const uint32_t exponent = bits >> 23 & 0xff;
-      const uint32_t small = exponent == 0 ? 0 : exponent == 0xff ? 0x1f : exponent - 112;
-      bits = (bits >> 16 & 0x8000u) | small << 10 | (bits >> 13 & 0x3ffu);
-    }
-    for (int i = 0; i < (type == FloatType::kFloat32 ? 4 : 2); ++i) {
-      bytes.push_back(static_cast<unsigned char>(bits >> 8 * i));
-    }
-  }
-  return bytes;
-}
+inline Floats floats(const Doubles& values) { return {values.begin(), values.end()}; }
 
-inline std::vector<float> decode(const std::vector<unsigned char>& bytes, FloatType type) {
-  std::vector<float> values;
-  const size_t size = type == FloatType::kFloat32 ? 4 : 2;
-  for (size_t at = 0; at < bytes.size(); at += size) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, &bytes[at], size);
-    float value;
-    if (type == FloatType::kFloat16) {
-      const auto magnitude = static_cast<float>(bits & 0x3ff);
-      const int exponent = static_cast<int>(bits >> 10 & 0x1f);
-      value = exponent == 31  ? magnitude == 0 ? std::numeric_limits<float>::infinity() : std::nanf("")
-              : exponent == 0 ? std::ldexp(magnitude, -24)
-                              : std::ldexp(1024 + magnitude, exponent - 25);
-      value = bits >> 15 ? -value : value;
-    } else {
-      bits = type == FloatType::kBFloat16 ? bits << 16 : bits;
-      std::memcpy(&value, &bits, sizeof value);
-    }
-    values.push_back(value);
-  }
+// With `padding` behind, which is NaN where kernels must not read it.
+inline Doubles padded(Doubles values, size_t size, double padding) {
+  values.resize(size, padding);
   return values;
 }
 
-// Distance of neighbours around 1, halved.
-inline double step_of(FloatType type) {
-  return type == FloatType::kBFloat16 ? 1.0 / 256 : type == FloatType::kFloat16 ? 1.0 / 2048 : 1.0 / (1 << 24);
+inline FloatType type_of(float) { return FloatType::kFloat32; }
+inline FloatType type_of(mf::BFloat16) { return FloatType::kBFloat16; }
+
+template <typename T>
+std::vector<T> rounded(const Floats& values) {
+  std::vector<T> result(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    mf::round_to(values[i], result[i]);
+  }
+  return result;
 }
+
+template <typename T>
+Floats widened(const std::vector<T>& values) {
+  Floats result(values.size());
+  std::transform(values.begin(), values.end(), result.begin(), [](T x) { return mf::widened(x); });
+  return result;
+}
+
+inline size_t bytes_of(size_t count, FloatType type) { return count * (type == FloatType::kFloat32 ? 4 : 2); }
+
+template <typename T>
+std::vector<unsigned char> encode_as(const Doubles& values) {
+  const std::vector<T> numbers = rounded<T>(floats(values));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(numbers.data());
+  return {bytes, bytes + numbers.size() * sizeof(T)};
+}
+
+// As 4 or 2 bytes each.
+inline std::vector<unsigned char> encode(const Doubles& values, FloatType type) {
+  return type == FloatType::kFloat32 ? encode_as<float>(values) : encode_as<mf::BFloat16>(values);
+}
+
+// The `count` numbers that a kernel wrote.
+inline Floats decode(Context& context, const void* memory, size_t count, FloatType type) {
+  return type == FloatType::kFloat32 ? context.download(static_cast<const float*>(memory), count)
+                                     : widened(context.download(static_cast<const mf::BFloat16*>(memory), count));
+}
+
+inline void expect(Context& context, const char* what, const void* memory, const Doubles& wanted, FloatType type,
+                   double tolerance) {
+  context.expect_close(what, context.upload(decode(context, memory, wanted.size(), type)), floats(wanted), tolerance);
+}
+
+template <typename T>
+void expect(Context& context, const char* what, const T* memory, const std::vector<T>& wanted, double tolerance) {
+  context.expect_close(what, context.upload(widened(context.download(memory, wanted.size()))), widened(wanted),
+                       tolerance);
+}
+
+// Distance of neighbours around 1, halved.
+inline double step_of(FloatType type) { return type == FloatType::kBFloat16 ? 1.0 / 256 : 1.0 / (1 << 24); }
 
 // Multiples of `scale` times a power of two, between -2 scale and 2 scale.
 inline Doubles draw(std::mt19937& random, size_t count, FloatType type, double scale) {
-  const int range = type == FloatType::kFloat32 ? 1 << 23 : type == FloatType::kFloat16 ? 2047 : 255;
-  const int exponent = type == FloatType::kFloat32 ? -22 : type == FloatType::kFloat16 ? -10 : -7;
+  const int range = type == FloatType::kFloat32 ? 1 << 23 : 255;
+  const int exponent = type == FloatType::kFloat32 ? -22 : -7;
   Doubles values(count);
   for (double& value : values) {
     value = std::ldexp(static_cast<int>(random() % (2u * range + 1)) - range, exponent) * scale;

@@ -98,14 +98,14 @@ def test_each_change_touches_at_most_three_files():
 
 @pytest.mark.slow
 def test_a_new_value(changed):
-    said = changed(DIFFS[0], "precision", "fp16", "fp32", "fp8")
-    assert "| fp16 (without loss scaling) [auto]" in said["help"]
+    said = changed(DIFFS[0], "precision", "bf16_sums", "fp32", "fp8")
+    assert "| bf16_sums (partial sums of matrix products too) [auto]" in said["help"]
     (row,) = new_lines(said["page"])
-    assert row.startswith("| `precision` |") and r"\| fp16 (without loss scaling) |" in row
-    assert said["refusal"] == "precision is 'fp8'; wanted one of 'auto', 'fp32', 'tf32', 'bf16', 'fp16'"
+    assert row.startswith("| `precision` |") and r"\| bf16_sums (partial sums of matrix products too) |" in row
+    assert said["refusal"] == "precision is 'fp8'; wanted one of 'auto', 'fp32', 'tf32', 'bf16', 'bf16_sums'"
     assert said["grid"] is None and said["apart"] and said["departs"] == [] and not said["same cost"]
-    assert said["schema"]["enum"][-1] == said["resolved"]["enum"][-1] == "fp16"
-    assert (said["run"], said["became"]) == ("fp16", "fp16")
+    assert said["schema"]["enum"][-1] == said["resolved"]["enum"][-1] == "bf16_sums"
+    assert (said["run"], said["became"]) == ("bf16_sums", "bf16_sums")
 
 
 @pytest.mark.slow

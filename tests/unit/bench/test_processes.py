@@ -10,7 +10,7 @@ def results(seed=0, *, step="captured", eager=2, retries=0):
     reasons = {} if step == "captured" else {"step": "no graph could be captured: broken"}
     return {
         "seed": seed,
-        "card": "H100",
+        "gpu": "H100",
         "resolved": {"step": step, "feed": "fused", "reasons": reasons},
         "steps": 300,
         "eager_steps": eager,

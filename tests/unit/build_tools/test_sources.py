@@ -37,9 +37,9 @@ def test_a_kernels_emulated_source_is_written_once(tmp_path):
     assert '"cuda/b.cu"' in second.read_text()
 
 
-def test_one_file_of_the_glue_alone_knows_what_a_card_is():
-    """Every other one asks csrc/torch/device.h, so that an emulated GPU needs no edit of
-    theirs.
+def test_one_file_of_the_glue_alone_knows_what_a_gpu_is():
+    """Every other one asks csrc/torch/device.h, so that an emulated GPU needs no edit of theirs;
+    bind.h registers each op for both devices.
     """
     knows = re.compile(
         r"c10/cuda|ATen/cuda|c10::cuda|at::cuda|DispatchKey::(CUDA|CPU)|is_cuda\(\)|is_cpu\(\)|MOSE_FAST_EMULATED"
@@ -47,7 +47,7 @@ def test_one_file_of_the_glue_alone_knows_what_a_card_is():
     files = [
         path for path in (ROOT / "csrc" / "torch").iterdir() if knows.search(re.sub(r"//.*", "", path.read_text()))
     ]
-    assert sorted(path.name for path in files) == ["device.cpp", "device.h"]
+    assert sorted(path.name for path in files) == ["bind.h", "device.cpp", "device.h"]
 
 
 @pytest.mark.parametrize("item", ["${OTHER}", '"a.cpp"', "a.cpp#why"])

@@ -188,7 +188,9 @@ def test_a_study_is_not_continued_with_another_version(write, tmp_path):
         return tune_module._Tuning(base, {}, (0,), 1, tune_module.SweepFolder(tmp_path), tune_module.Place(1), print)
 
     scale = 1
-    plan = {"threads": 1, "measured": {}, **study().described()}
+    first = study()
+    first.together = 1  # as its plan says
+    plan = {"threads": 1, "measured": {}, **first.described()}
     (tmp_path / "sweep.json").write_text(json.dumps(plan))
     study()
     scale = 2

@@ -4,8 +4,6 @@ GPU.
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -15,8 +13,7 @@ from mose_fast import _loader
 from mose_fast.nn.alignment import AttentionGate, DownBlock
 from mose_fast.ops import align_conv as op
 from mose_fast.ops.align_conv import AlignedMap, Norm, align_conv
-from mose_fast.reference import align_conv as reference
-from mose_fast.reference.batch_norm import norm_state, normalised, without_padding
+from mose_fast.reference.batch_norm import norm_state, normalised
 
 
 def make(images=3, channels=8, out_channels=8, side=8, dtype=torch.float64, seed=0):
@@ -184,7 +181,7 @@ def test_padding_is_never_read(valid, stride, as_tensor):
     torch.testing.assert_close(grads, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dtypes(dtype, weights, autocast):
@@ -347,216 +344,6 @@ def test_against_convolutions_of_pytorch():
         torch.testing.assert_close(
             normalised(*result, relu=False), F.batch_norm(wanted, None, None, norm.weight, norm.bias, training=True)
         )
-
-
-class KernelsInPyTorch:
-    """What the library offers for a GPU, computed by PyTorch on the CPU: with it, the choice of
-    kernels and autograd can be tested.
-    """
-
-    def __init__(self):
-        self.calls = []
-        self.fused = self.fused_weights = False
-
-    def align_conv_serves(self, dtype, channels, out_channels, stride):
-        return True, self.fused, self.fused, self.fused_weights
-
-    @staticmethod
-    def enter(x, prologue, gate, valid):
-        x = without_padding(x, valid)
-        entered = x.float() if prologue is None else normalised(x, prologue)
-        if gate is not None:
-            entered = (
-                entered * F.interpolate(without_padding(gate, valid).float(), scale_factor=2, mode="bilinear").sigmoid()
-            )
-        return without_padding(entered, valid).to(x.dtype)
-
-    def check_map(self, x):
-        assert x.is_contiguous(memory_format=torch.channels_last)
-
-    def check_rows(self, *tensors):
-        assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
-
-    def align_conv(self, matrix, *arguments):
-        norm, (keeps_map, x, depthwise, stride, prologue, gate, rows, valid) = Norm(*arguments[:8]), arguments[8:]
-        m = self.align_conv_depthwise(x, depthwise, stride, prologue, gate, rows, valid)
-        self.check_rows(matrix)
-        self.calls[-1] = "align_conv"
-        with torch.autocast("cpu", enabled=False):
-            y = F.conv2d(m, matrix[:, :, None, None]).contiguous(memory_format=torch.channels_last)
-        return y, norm_state(y, norm, valid if rows is None else rows), m if keeps_map else None
-
-    def align_conv_depthwise(self, x, depthwise, stride, prologue, gate, rows, valid):
-        self.check_map(x)
-        self.check_rows(prologue)
-        self.calls.append("align_conv_depthwise")
-        entered = self.enter(x, prologue, gate, valid if rows is None else rows)
-        with torch.autocast("cpu", enabled=False):
-            m = F.conv2d(entered, depthwise.to(x.dtype), stride=stride, padding=1, groups=x.shape[1])
-        return m.contiguous(memory_format=torch.channels_last)
-
-    def norm_state(self, y, *arguments):
-        norm, (rows, valid) = Norm(*arguments[:8]), arguments[8:]
-        self.check_map(y)
-        self.calls.append("norm_state")
-        return norm_state(y, norm, valid if rows is None else rows), torch.zeros(y.shape[1])
-
-    def align_conv_grad_y(
-        self, grad, grad_state, y, state, mean_rest, weight, has_bias, training, matrix, kept, rows, valid
-    ):
-        assert (mean_rest is None) == ("align_conv" in self.calls)
-        self.check_rows(grad_state, matrix)
-        total, *others = self.total(grad, grad_state, y, state, weight, has_bias, training, rows, valid)
-        product = of_matrix = None
-        if matrix is not None:
-            self.calls[-1] = "align_conv_grad_y with product"
-            product = F.conv2d(total, matrix.t()[:, :, None, None]).contiguous(memory_format=torch.channels_last)
-        if kept is not None:
-            self.check_map(kept)
-            self.calls[-1] += " and weights"
-            total, of_matrix = None, torch.einsum("nohw,nchw->oc", total, kept)
-        return total, product, of_matrix, *others
-
-    def total(self, grad, grad_state, y, state, weight, has_bias, training, rows, valid):
-        self.check_map(y)
-        self.calls.append("align_conv_grad_y")
-        valid = valid if rows is None else rows
-        total = torch.zeros_like(y) if grad is None else without_padding(grad, valid)
-        if grad_state is None:
-            return total, None, None
-        count = (len(y) if valid is None else int(valid)) * y.shape[2] * y.shape[3]
-        factor = torch.ones_like(state[0]) if weight is None else weight
-        if training:
-            slope = -(factor * grad_state[2] + grad_state[1]) * state[1] ** 3 / count
-            more = slope.view(1, -1, 1, 1) * (y - state[0].view(1, -1, 1, 1)) + (grad_state[0] / count).view(
-                1, -1, 1, 1
-            )
-            total = without_padding(total + more, valid)
-        return (
-            total.to(y.dtype),
-            None if weight is None else grad_state[2] * state[1],
-            grad_state[3] if has_bias else None,
-        )
-
-    def align_conv_backward(self, grad, wants, x, depthwise, stride, prologue, gate, rows, valid):
-        self.check_map(grad)
-        self.calls.append("align_conv_backward")
-        inputs = [x, depthwise, prologue, gate]
-        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
-        with torch.enable_grad():
-            entered = self.enter(leaves[0], leaves[2], leaves[3], valid if rows is None else rows)
-            m = F.conv2d(entered, leaves[1].to(x.dtype), stride=stride, padding=1, groups=x.shape[1])
-        wanted = [leaf for leaf, want in zip(leaves, wants, strict=True) if want]
-        grads = iter(torch.autograd.grad(m, wanted, grad))
-        return tuple(next(grads) if want else None for want in wants)
-
-
-def misaligned(x):
-    """The same in memory from one element beyond a multiple of 16 bytes."""
-    return torch.zeros(x.numel() + 4, dtype=x.dtype)[1 : x.numel() + 1].view(x.shape).copy_(x)
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """Sends CPU maps down the path of a GPU."""
-    stand_in = KernelsInPyTorch()
-    monkeypatch.setattr(_loader, "native", stand_in)
-    monkeypatch.setattr(op, "_has_kernels", lambda *_: True)
-    op.say_once.cache_clear()
-    return stand_in
-
-
-@pytest.mark.filterwarnings("ignore:.*is not in channels_last memory")
-@pytest.mark.parametrize(("fused", "fused_weights"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(
-    ("with_prologue", "with_gate", "valid"), [(False, True, None), (True, False, 2), (True, True, "tensor")]
-)
-@pytest.mark.parametrize("used", ["y", "state", "both"])
-def test_the_path_of_a_card(kernels, fused, fused_weights, with_prologue, with_gate, valid, used):
-    kernels.fused, kernels.fused_weights = fused, fused_weights
-    x, depthwise, pointwise, norm, prologue, gate = make(3, 8, 16, dtype=torch.float32)
-    pointwise, prologue = misaligned(pointwise), misaligned(prologue)
-    leaves = [
-        x,
-        depthwise.double(),
-        pointwise,
-        norm.weight,
-        norm.bias,
-        *([prologue] * with_prologue),
-        *([gate] * with_gate),
-    ]
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    rows = torch.tensor(2, dtype=torch.int32) if valid == "tensor" else valid
-    options = {
-        "stride": 2,
-        "prologue": prologue if with_prologue else None,
-        "gate": gate if with_gate else None,
-        "valid_rows": rows,
-    }
-    results = []
-    for function in (
-        reference.align_conv,
-        align_conv,
-    ):  # with vectors and weights whose addresses the kernels do not take
-        running = {"running_mean": torch.zeros(16), "running_var": torch.ones(16), "batches_tracked": torch.tensor(3)}
-        y, state = function(x, leaves[1], leaves[2], norm._replace(**running), **options)
-        wanted = {"y": [y], "state": [state], "both": [y, state]}[used]
-        upstream = [misaligned(torch.linspace(-1, 1, t.numel()).view(t.shape)) for t in wanted]
-        grads = torch.autograd.grad(wanted, leaves, upstream, allow_unused=True)
-        grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
-        assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
-        results.append((y, state, *running.values(), *grads))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-    forward = ["align_conv"] if fused else ["align_conv_depthwise", "norm_state"]
-    total = (
-        []
-        if used == "y" and valid is None
-        else ["align_conv_grad_y" + " with product" * fused + " and weights" * fused_weights]
-    )
-    assert kernels.calls == [*forward, *total, "align_conv_backward"]
-
-
-@pytest.mark.filterwarnings("ignore:.*is not in channels_last memory")
-def test_the_path_of_a_card_saves_nothing_without_gradients(kernels):
-    x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
-    y, state = align_conv(x, depthwise, pointwise, norm)
-    assert y.grad_fn is None and state.grad_fn is None
-    leaf = pointwise.requires_grad_()
-    y, state = align_conv(x, depthwise, leaf, norm)
-    (grad,) = torch.autograd.grad(y.sum() + state.sum(), leaf)
-    assert grad.shape == leaf.shape
-    assert "align_conv_backward" not in kernels.calls
-    twice = align_conv(x, depthwise, leaf, norm).y.square().sum()
-    (grad,) = torch.autograd.grad(twice, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
-def test_the_path_of_a_card_is_not_under_autocast(kernels):
-    x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
-    leaves = [
-        x.to(memory_format=torch.channels_last).requires_grad_(),
-        depthwise.requires_grad_(),
-        pointwise.requires_grad_(),
-    ]
-    wanted = align_conv(*leaves, norm).y
-    wanted_grads = torch.autograd.grad(wanted.square().sum(), leaves)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = align_conv(*leaves, norm).y
-        grads = torch.autograd.grad(y.square().sum(), leaves)
-    assert torch.equal(y, wanted)
-    assert all(torch.equal(a, b) for a, b in zip(grads, wanted_grads, strict=True))
-
-
-def test_another_layout_is_copied_and_said_once(kernels):
-    x, depthwise, pointwise, norm, _, _ = make(dtype=torch.float32)
-    wanted = reference.align_conv(x, depthwise, pointwise, norm).y
-    with pytest.warns(RuntimeWarning, match="x of align_conv is not in channels_last memory"):
-        y = align_conv(x, depthwise, pointwise, norm).y
-    torch.testing.assert_close(y, wanted)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        align_conv(x, depthwise, pointwise, norm)
 
 
 @pytest.mark.skipif(

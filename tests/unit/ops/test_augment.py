@@ -80,33 +80,31 @@ def test_equals_the_reference_in_float64(op, views, size, recipe, jitter_normali
 
 
 @needs_native
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
 @pytest.mark.parametrize("channels", [3, 4, 8])
-def test_half_precision_is_one_rounding(dtype, bits, channels):
+def test_bfloat16_is_one_rounding(channels):
     step = make_step(100, (32, 32), "scr")
-    exact, ours = augment(**step), augment(**step, dtype=dtype, channels=channels)
+    exact, ours = augment(**step), augment(**step, dtype=torch.bfloat16, channels=channels)
     assert ours.shape == (100, channels, 32, 32)
     assert ours.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(ours[:, :3], exact.to(dtype))  # PyTorch's rounding: to nearest, ties to even
+    assert torch.equal(ours[:, :3], exact.bfloat16())  # PyTorch's rounding: to nearest, ties to even
     assert not ours[:, 3:].any()
     error = (ours[:, :3].double() - truth(step)).abs()
-    assert (error <= 2.0**-bits * truth(step).abs() + 1e-5).all()
+    assert (error <= 2.0**-8 * truth(step).abs() + 1e-5).all()
 
 
 @needs_native
-def test_float16_at_the_ends_of_its_range():
+def test_bfloat16_at_the_ends_of_its_range():
     """256 grey levels times each scale reach denormals, ties, the largest number and infinity;
     PyTorch's rounding is the witness.
     """
     levels = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1).expand(256, 1, 1, 3)
     layout = torch.stack([torch.arange(256), torch.zeros(256), torch.full((256,), -1)], dim=1).to(torch.int32)
     nothing = (torch.empty(0, 6, dtype=torch.int32), torch.empty(0, 4))
-    for power in range(-17, 27):
+    for power in range(-130, 130, 4):
         scale = (2.0**power, 3.0**-power, 1.7**power)
         arguments = ([levels], torch.arange(256), layout, *nothing, (0.5, 0.1, 0.0), scale)
         exact = augment(*arguments)
-        for dtype in (torch.float16, torch.bfloat16):
-            assert torch.equal(augment(*arguments, dtype=dtype), exact.to(dtype))
+        assert torch.equal(augment(*arguments, dtype=torch.bfloat16), exact.bfloat16())
 
 
 def test_not_a_number_is_not_hidden(op):
@@ -310,7 +308,7 @@ def test_autocast_changes_nothing():
         ),
         ({"factors": torch.zeros(6, 4, device="meta")}, ValueError, "factors is on meta; wanted cpu"),
         ({"mean": (0.5,)}, ValueError, r"mean is \(0.5,\); wanted 3 numbers"),
-        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64; wanted float32, float16 or bfloat16"),
+        ({"dtype": torch.float64}, TypeError, "dtype is torch.float64; wanted float32 or bfloat16"),
         ({"channels": 5}, ValueError, "channels is 5; wanted 3, 4 or 8"),
     ],
 )

@@ -1,5 +1,4 @@
-"""batch_norm_act without a GPU: PyTorch's operations against its modules, and the kernels'
-autograd with a stand-in for the library.
+"""batch_norm_act without a GPU, which is PyTorch's operations, against its modules.
 
 tests/gpu/test_batch_norm_act.py goes on with a GPU, tests/kernels/cases_batch_norm_act.cpp with the
 kernels on the CPU.
@@ -8,8 +7,6 @@ kernels on the CPU.
 from __future__ import annotations
 
 import copy
-import types
-import warnings
 
 import pytest
 import torch
@@ -17,137 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mose_fast import _loader
-from mose_fast.ops import batch_norm_act as ops
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act, norm_state
-from mose_fast.reference.batch_norm import normalised
 
 CHANNELS = 8
-
-
-class StandIn:
-    """The library's four functions as api/batch_norm_act.h describes them, in PyTorch: what
-    autograd does with them needs no GPU.
-    """
-
-    def __init__(self):
-        self.calls = []
-
-    @staticmethod
-    def _padding(x, valid_tensor, valid):
-        rows = (
-            len(x) if valid_tensor is None and valid is None else valid if valid_tensor is None else int(valid_tensor)
-        )
-        return rows, (torch.arange(len(x)) >= rows).view(-1, 1, 1, 1)
-
-    def _inner(self, x, prologue):
-        return x.float() if prologue is None else normalised(x, prologue)
-
-    def norm_state(self, x, *arguments):
-        return self._state(x, Norm(*arguments[:8]), *arguments[8:]), torch.zeros(x.shape[1])
-
-    def _state(self, x, norm, valid_tensor, valid, prologue=None):
-        rows, _ = self._padding(x, valid_tensor, valid)
-        inner = self._inner(x[:rows], prologue)
-        mean, var = norm.running_mean, norm.running_var
-        if norm.training:
-            mean, var = inner.mean(dim=(0, 2, 3)), inner.var(dim=(0, 2, 3), correction=0)
-            if norm.running_mean is not None:
-                norm.running_mean.lerp_(mean, norm.momentum)
-                norm.running_var.lerp_(inner.var(dim=(0, 2, 3)), norm.momentum)
-            if norm.batches_tracked is not None:
-                norm.batches_tracked.add_(1)
-        inverse = (var + norm.eps).rsqrt()
-        weight = torch.ones_like(mean) if norm.weight is None else norm.weight
-        return torch.stack(
-            [mean, inverse, weight * inverse, torch.zeros_like(mean) if norm.bias is None else norm.bias]
-        ).detach()
-
-    def batch_norm_act(self, x, *arguments):
-        norm, (relu, residual, normed_residual) = Norm(*arguments[:8]), arguments[8:11]
-        residual_norm, (prologue, valid_tensor, valid, wants_mask) = Norm(*arguments[11:19]), arguments[19:]
-        self.calls.append(("forward", wants_mask))
-        assert prologue is None or prologue.data_ptr() % 16 == 0
-        assert all(t is None or t.is_contiguous(memory_format=torch.channels_last) for t in (x, residual))
-        _, padding = self._padding(x, valid_tensor, valid)
-        states = [self._state(x, norm, valid_tensor, valid, prologue)]
-        z = normalised(self._inner(x, prologue), states[0], relu=False)
-        if normed_residual:
-            states.append(self._state(residual, residual_norm, valid_tensor, valid))
-            z = z + normalised(residual, states[1], relu=False)
-        elif residual is not None:
-            z = z + residual.float()
-        y = torch.where(padding, 0, F.relu(z) if relu else z).to(x.dtype)
-        return y, (z > 0) & ~padding if wants_mask else torch.empty(0), torch.stack(states)
-
-    def _rows(self, g, inner, training, state, count):
-        sums = torch.stack([g.sum(dim=(0, 2, 3)), (g * (inner - state[0].view(1, -1, 1, 1))).sum(dim=(0, 2, 3))])
-        slope = -sums[1] * state[1] ** 2 * state[2] / count if training else torch.zeros_like(state[0])
-        offset = -sums[0] * state[2] / count if training else torch.zeros_like(state[0])
-        return torch.stack([sums[1] * state[1], sums[0], slope, offset])
-
-    def _through(self, g, inner, state, rows):
-        mean, scale, slope, offset = (v.view(1, -1, 1, 1) for v in (state[0], state[2], rows[2], rows[3]))
-        return scale * g + slope * (inner - mean) + offset
-
-    def batch_norm_act_backward(
-        self, grads, mask, x, weight, training, residual, second_weight, second_training, *more
-    ):
-        states, prologue, valid_tensor, valid, wants = more
-        self.calls.append(("backward", len(grads)))
-        assert all(g.dtype == x.dtype and g.is_contiguous(memory_format=torch.channels_last) for g in grads)
-        rows, padding = self._padding(x, valid_tensor, valid)
-        count = rows * x[0, 0].numel()
-        g = torch.where(padding, 0, sum(g.float() for g in grads) * (1 if mask is None else mask))
-        inner = torch.where(padding, 0, self._inner(x, prologue))
-        norm_rows = [self._rows(g, inner, training, states[0], count)]
-        to_x = self._through(g, inner, states[0], norm_rows[0])
-        to_residual, to_prologue = g, None
-        if residual is not None:
-            other = torch.where(padding, 0, residual.float())
-            norm_rows.append(self._rows(g, other, second_training, states[1], count))
-            to_residual = self._through(g, other, states[1], norm_rows[1])
-        if prologue is not None:
-            scale = prologue[2].view(1, -1, 1, 1)
-            z = torch.where(padding | (inner <= 0), 0, to_x)
-            from_mean = torch.where(padding, 0, x.float() - prologue[0].view(1, -1, 1, 1))
-            sums = z.sum(dim=(0, 2, 3))
-            to_prologue = torch.stack([-prologue[2] * sums, 0 * sums, (z * from_mean).sum(dim=(0, 2, 3)), sums])
-            to_x = scale * z
-        maps = [
-            torch.where(padding, 0, t).to(x.dtype) if w else None
-            for t, w in zip((to_x, to_residual), wants, strict=False)
-        ]
-        return *maps, to_prologue, torch.stack(norm_rows)
-
-    def norm_state_backward(self, grad, x, weight, training, state, mean_rest, valid_tensor, valid, wants_x):
-        self.calls.append(("state backward", wants_x))
-        rows, padding = self._padding(x, valid_tensor, valid)
-        count = rows * x[0, 0].numel()
-        weight = 1 if weight is None else weight
-        slope = -(weight * grad[2] + grad[1]) * state[1] ** 3 / count
-        out = torch.stack([grad[2] * state[1], grad[3], slope, grad[0] / count])
-        to_x = (
-            torch.where(padding, 0, self._through(torch.zeros_like(x), torch.where(padding, 0, x), state, out))
-            if wants_x
-            else None
-        )
-        return to_x, out
-
-
-@pytest.fixture(params=["PyTorch", "stand-in"])
-def path(request, monkeypatch):
-    """PyTorch's operations, which serve the CPU, and the autograd function that the kernels sit
-    behind.
-    """
-    if request.param == "stand-in":
-        stand_in = StandIn()
-        native = types.SimpleNamespace(
-            **{name: getattr(stand_in, name) for name in dir(stand_in) if name.startswith(("batch", "norm_"))}
-        )
-        native.calls = stand_in.calls
-        monkeypatch.setattr(_loader, "native", native)
-        monkeypatch.setattr(ops, "serves", lambda op, x, *norms: x.numel() > 0 and x.dtype != torch.float64)
-    return request.param
 
 
 def make_map(images=5, channels=CHANNELS, height=3, width=4, dtype=torch.float32, seed=0):
@@ -182,7 +51,7 @@ FORMS = ("plain", "residual", "two norms")
 @pytest.mark.parametrize("relu", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("consumers", [1, 3])
-def test_values_gradients_and_statistics_are_those_of_modules(path, form, relu, training, consumers):
+def test_values_gradients_and_statistics_are_those_of_modules(form, relu, training, consumers):
     x, residual = make_map().requires_grad_(), make_map(seed=2).requires_grad_()
     norm, other = make_norm(training=training), make_norm(seed=3, training=training)
     twins = copy.deepcopy((norm, other))
@@ -206,9 +75,7 @@ def test_values_gradients_and_statistics_are_those_of_modules(path, form, relu, 
     assert isinstance(results, tuple) and len(results) == consumers
     weights = [make_map(seed=10 + k) for k in range(consumers)]
     for result in results:
-        torch.testing.assert_close(
-            result, wanted, rtol=0 if path == "PyTorch" else 1e-5, atol=0 if path == "PyTorch" else 1e-5
-        )
+        torch.testing.assert_close(result, wanted, rtol=0, atol=0)
         assert result.is_contiguous(memory_format=torch.channels_last) and result.data_ptr() == results[0].data_ptr()
     for a, b in zip(
         gradients(results, weights, inputs), gradients([wanted] * consumers, weights, twin_inputs), strict=True
@@ -225,7 +92,7 @@ def chain(x, before, norm, relu=True):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "frozen"])
-def test_a_prologue_is_the_norm_before(path, training):
+def test_a_prologue_is_the_norm_before(training):
     x = make_map().requires_grad_()
     modules = make_norm(training=training), make_norm(seed=3, training=training)
     twins = copy.deepcopy(modules)
@@ -242,7 +109,7 @@ def test_a_prologue_is_the_norm_before(path, training):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_every_row_of_a_state_has_a_gradient(path):
+def test_every_row_of_a_state_has_a_gradient():
     x, module = make_map().requires_grad_(), make_norm()
     mean, var = x.mean(dim=(0, 2, 3)), x.var(dim=(0, 2, 3), correction=0)
     inverse = (var + module.eps).rsqrt()
@@ -257,7 +124,7 @@ def test_every_row_of_a_state_has_a_gradient(path):
 
 @pytest.mark.parametrize("as_tensor", [True, False], ids=["scalar on the device", "int"])
 @pytest.mark.parametrize("form", [*FORMS, "prologue"])
-def test_padding_does_not_count_and_is_not_read(path, form, as_tensor):
+def test_padding_does_not_count_and_is_not_read(form, as_tensor):
     valid, rows = 3, 5
     norm, other, before = make_norm(), make_norm(seed=3), make_norm(seed=4)
     results = []
@@ -286,7 +153,7 @@ def test_padding_does_not_count_and_is_not_read(path, form, as_tensor):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_of_some_consumers_only(path):
+def test_gradients_of_some_consumers_only():
     x, module = make_map().requires_grad_(), make_norm()
     first, _, third = batch_norm_act(x, Norm.of(module), consumers=3)
     weights = [make_map(seed=s) for s in (5, 6)]
@@ -295,22 +162,8 @@ def test_gradients_of_some_consumers_only(path):
     torch.testing.assert_close(grads, gradients([wanted] * 2, weights, [x]), rtol=2e-5, atol=2e-5)
 
 
-def test_gradients_of_any_strides_and_dtype(path):
-    x, module = make_map(height=4).requires_grad_(), make_norm()
-    for strange in (
-        lambda y: y.sum(),  # expanded: strides 0
-        lambda y: (y.transpose(2, 3) * make_map(height=4, seed=8).contiguous()).sum(),
-        lambda y: y.double().square().sum(),
-        lambda y: y[:, 2:5].sum() + y[1:3].sum(),
-    ):
-        y = batch_norm_act(x, Norm.of(module), consumers=1)
-        (grad,) = torch.autograd.grad(strange(y), x)
-        (wanted,) = torch.autograd.grad(strange(F.relu(copy.deepcopy(module)(x))), x)
-        torch.testing.assert_close(grad, wanted, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_maps_of_16_bits_with_float32_parameters(path, dtype):
+def test_maps_of_bfloat16_with_float32_parameters():
+    dtype, step = torch.bfloat16, 2.0**-7
     x, residual = make_map(dtype=dtype).requires_grad_(), make_map(seed=2).requires_grad_()  # the residual is float32
     module = make_norm()
     with torch.autocast("cpu", torch.bfloat16):
@@ -319,7 +172,6 @@ def test_maps_of_16_bits_with_float32_parameters(path, dtype):
     wide = x.detach().double().requires_grad_()
     twin = copy.deepcopy(module).double()
     wanted = F.relu(twin(wide) + residual.to(dtype))
-    step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-9
     torch.testing.assert_close(y.double(), wanted, rtol=step, atol=2 * step)
     grads = torch.autograd.grad(y.float().square().sum(), [x, residual, module.weight])
     assert [g.dtype for g in grads] == [dtype, torch.float32, torch.float32]
@@ -328,21 +180,8 @@ def test_maps_of_16_bits_with_float32_parameters(path, dtype):
         torch.testing.assert_close(a.double(), b.double(), rtol=8 * step, atol=8 * step * b.abs().max().item())
 
 
-def test_parameters_of_another_dtype_get_gradients_of_theirs(path):
-    if path == "PyTorch":
-        pytest.skip("PyTorch's CPU operations take no float16 parameters beside float32 maps")
-    x, module = make_map(), make_norm()
-    module.weight.data = module.weight.data.half()
-    (grad,) = torch.autograd.grad(batch_norm_act(x, Norm.of(module)).sum(), module.weight)
-    twin = make_norm()
-    twin.weight.data = module.weight.data.float()
-    (wanted,) = torch.autograd.grad(F.relu(twin(x)).sum(), twin.weight)
-    assert grad.dtype == torch.float16
-    torch.testing.assert_close(grad.float(), wanted, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 5, 3), (7, 8, 1, 1), (3, 16, 1, 5), (0, 8, 4, 4), (2, 3, 2, 2)], ids=str)
-def test_shapes(path, shape):
+def test_shapes(shape):
     x = make_map(*shape).requires_grad_()
     module = make_norm(shape[1])
     twin = copy.deepcopy(module)
@@ -357,7 +196,7 @@ def test_shapes(path, shape):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def test_what_needs_no_gradient_gets_none(path):
+def test_what_needs_no_gradient_gets_none():
     x, residual, module = make_map(), make_map(seed=2).requires_grad_(), make_norm()
     module.weight.requires_grad_(False)
     y = batch_norm_act(x, Norm.of(module), residual=residual)
@@ -366,39 +205,13 @@ def test_what_needs_no_gradient_gets_none(path):
     with torch.no_grad():
         quiet = batch_norm_act(x, Norm.of(module), residual=residual)
     assert not quiet.requires_grad and torch.equal(quiet, y)
-    if path == "stand-in":  # the mask is written for a backward alone
-        assert [c for c in _loader.native.calls if c[0] == "forward"] == [("forward", True), ("forward", False)]
 
 
-def test_inputs_stay_as_they_are(path):
+def test_inputs_stay_as_they_are():
     x, residual, module = make_map().requires_grad_(), make_map(seed=2), make_norm()
     kept = x.detach().clone(), residual.clone(), module.weight.detach().clone()
     batch_norm_act(x, Norm.of(module), residual=residual).sum().backward()
     assert all(torch.equal(a, b) for a, b in zip((x.detach(), residual, module.weight.detach()), kept, strict=True))
-
-
-def test_another_memory_format_is_copied_and_said_once(path):
-    if path == "PyTorch":
-        pytest.skip("PyTorch's operations keep the format")
-    ops.say_once.cache_clear()
-    x, module = make_map().contiguous().requires_grad_(), make_norm()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            y = batch_norm_act(x, Norm.of(module))
-    assert [str(w.message).count("channels_last") for w in said] == [2]
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-
-
-def test_a_second_derivative_is_refused_by_the_kernels(path):
-    x, module = make_map().requires_grad_(), make_norm()
-    (grad,) = torch.autograd.grad(batch_norm_act(x, Norm.of(module)).square().sum(), x, create_graph=True)
-    if path == "PyTorch":
-        grad.square().sum().backward()
-    else:
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.square().sum().backward()
 
 
 @pytest.mark.slow

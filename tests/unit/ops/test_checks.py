@@ -96,9 +96,9 @@ def test_valid_rows_has_one_check(op, rows, error, message):
 
 
 def test_messages_name_argument_value_and_what_was_wanted():
-    x = torch.zeros(2, 0, dtype=torch.float16)
+    x = torch.zeros(2, 0, dtype=torch.bfloat16)
     for wanted, options in (
-        (r"^x has dtype torch.float16; wanted torch.float32 or torch.float64$", {"dtypes": checks.FLOATS[:2]}),
+        (r"^x has dtype torch.bfloat16; wanted torch.float32 or torch.float64$", {"dtypes": checks.FLOATS[:2]}),
         (r"^x has shape \(2, 0\); wanted \(2, 1\), so$", {"sizes": (2, 1), "because": ", so"}),
         (r"^x has shape \(2, 0\); wanted \[rows, 1\]$", {"sizes": ("rows", 1)}),
         (r"^x has shape \(2, 0\); wanted \[rows, columns\]$", {"sizes": ("rows", "columns"), "filled": (1,)}),
@@ -108,6 +108,8 @@ def test_messages_name_argument_value_and_what_was_wanted():
         with pytest.raises((TypeError, ValueError), match=wanted):
             checks.check_tensor("x", x, **{"dtypes": checks.FLOATS, **options})
     checks.check_tensor("x", x, checks.FLOATS, ("rows", "columns"), filled=(0,), contiguous=True)
+    with pytest.raises(TypeError, match=r"^x has dtype torch.float16; wanted torch.float32, torch.float64 or torch.bf"):
+        checks.check_tensor("x", x.half(), checks.FLOATS)
     with pytest.raises(ValueError, match=r"^x has strides \(0, 1\); wanted contiguous memory"):
         checks.check_tensor("x", torch.zeros(1, 2).expand(2, 2), checks.FLOATS, contiguous=True)
     with pytest.raises(TypeError, match=r"^x has layout torch.sparse_coo; wanted torch.strided$"):
