@@ -4,9 +4,9 @@
 #   make test                           the same environment, then the tests: five minutes on two cores
 #   make test-all                       the slow tests too: half an hour on two cores
 #   make release                        checks, source distribution and tag of a version (docs/releasing.md)
-#   make paper-trial                    every row of every table and figure of the paper with a small network (for the night)
-#   make mutants                        small changes to methods and losses, by mutmut: prints those that no test of them notices
-#   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, in two ways of lanes, and with faults
+#   make paper-trial                    every table and figure of the paper with a small network (for the night)
+#   make mutants                        small changes to methods and losses by mutmut: prints what no test notices
+#   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, and with faults
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
@@ -17,9 +17,11 @@ ifeq ($(STREAM),digits)
 STREAM_ARGS = --width 16 --memory 500
 endif
 
-# Compile only for the cards of this machine, or for Hopper if there is none. The list of a release takes several times as long.
+# Compile only for the GPUs of this machine, or for Hopper if there is none. The list of a release takes several times
+# as long.
 ifndef TORCH_CUDA_ARCH_LIST
-TORCH_CUDA_ARCH_LIST := $(shell { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' || echo 9.0; } | sort -u | paste -sd ';')
+TORCH_CUDA_ARCH_LIST := $(shell { nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+  | grep -E '^[0-9]+\.[0-9]$$' || echo 9.0; } | sort -u | paste -sd ';')
 endif
 export TORCH_CUDA_ARCH_LIST
 
@@ -38,7 +40,8 @@ train: $(VENV)/package.stamp
 # One worker for each core, with one thread each: two workers with two threads each are ten times slower on two cores.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+  --durations 10
 
 test: $(VENV)/test.stamp
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -46,17 +49,21 @@ test: $(VENV)/test.stamp
 test-all: $(VENV)/test.stamp
 	$(PYTEST) $(PYTEST_ARGS)
 
-# All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes its label.
-#   make paper-trial PAPER_STREAM="--data-dir DIR"   on the paper's data sets; tests on all their images take most of the time
+# All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes
+# its label.
+#   make paper-trial PAPER_STREAM="--data-dir DIR"   on the paper's data sets; their test images take most of the time
 PAPER_STREAM ?= --stream digits --set rotations=1
 paper-trial: $(VENV)/package.stamp
-	$(VENV)/bin/mose-fast paper all $(PAPER_STREAM) --width 8 --limit-per-task 20 --device cpu --seeds 0 --out runs/paper-trial $(ARGS)
+	$(VENV)/bin/mose-fast paper all $(PAPER_STREAM) --width 8 --limit-per-task 20 --device cpu --seeds 0 \
+	  --out runs/paper-trial $(ARGS)
 
-# One mutant a second; about 3,500. MUTANTS="mose_fast.methods.er.*" chooses some; to see one: .venv/bin/mutmut show NAME
+# One mutant a second; about 3,500. MUTANTS="mose_fast.methods.er.*" chooses some; to see one: .venv/bin/mutmut show
+# NAME
 MUTANTS ?=
 mutants: $(VENV)/mutants.stamp
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run --max-children $(WORKERS) $(MUTANTS)
-	@echo "no test noticed these (mutmut show NAME):"; $(VENV)/bin/mutmut results | grep -E ': (survived|no tests|timeout)' || echo "none"
+	@echo "no test noticed these (mutmut show NAME):"
+	@$(VENV)/bin/mutmut results | grep -E ': (survived|no tests|timeout)' || echo "none"
 
 # The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no card.
 PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
@@ -69,12 +76,14 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' mose_fast/_version.py)
 # Builds in dist/ and build/release, and tags. Nothing leaves this machine.
 release: $(VENV)/test.stamp
 	@test -z "$$(git status --porcelain)" || { echo "there are changes that are not committed" >&2; exit 1; }
-	@grep -q "^## $(VERSION) (20[0-9-]*)$$" CHANGELOG.md || { echo "CHANGELOG.md has no '## $(VERSION) (DATE)'" >&2; exit 1; }
+	@grep -q "^## $(VERSION) (20[0-9-]*)$$" CHANGELOG.md || \
+	  { echo "CHANGELOG.md has no '## $(VERSION) (DATE)'" >&2; exit 1; }
 	@! git rev-parse -q --verify "v$(VERSION)" >/dev/null || { echo "there is a tag v$(VERSION) already" >&2; exit 1; }
 	rm -rf dist build/release
 	$(VENV)/bin/python setup.py -q sdist
 	$(PIP) --no-build-isolation --no-deps --target build/release dist/*.tar.gz
-	cd build/release && MOSE_FAST_SELF_CHECK=0 ../../$(VENV)/bin/python -W error::RuntimeWarning -m mose_fast run --width 1 \
+	cd build/release && MOSE_FAST_SELF_CHECK=0 ../../$(VENV)/bin/python -W error::RuntimeWarning \
+	  -m mose_fast run --width 1 \
 	  --memory 64 --limit-per-task 10 --device cpu --out run
 	git tag -a "v$(VERSION)" -m "mose-fast $(VERSION)" && ls dist
 
@@ -89,11 +98,13 @@ clean:
 $(VENV)/bin/python:
 	@python=$(PYTHON); \
 	for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
-	  if [ -z "$$python" ] && $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	  if [ -z "$$python" ] && \
+	    $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
 	    python=$$candidate; \
 	  fi; \
 	done; \
-	if [ -z "$$python" ]; then echo "no Python >= 3.10 with venv on PATH; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; fi; \
+	if [ -z "$$python" ]; then \
+	  echo "no Python >= 3.10 with venv on PATH; install one, or name it: make PYTHON=/path/to/python" >&2; exit 1; fi; \
 	echo "creating a virtual environment with $$python in $(VENV) ..." >&2; \
 	$$python -m venv $(VENV)
 

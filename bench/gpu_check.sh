@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Checks and measures everything on a machine with a GPU, the most important first. Each result is in OUT as soon as there is one.
+# Checks and measures everything on a machine with a GPU, the most important first. Each result is in OUT as soon as
+# there is one.
 #
-#   bench/gpu_check.sh                      all steps in order, as many as fit into LIMIT; prints the command for the others
+#   bench/gpu_check.sh                      all steps in order, as many as fit into LIMIT; prints the next command
 #   bench/gpu_check.sh --only smoke,step    these steps          --after smoke    the steps after this one
-#   bench/gpu_check.sh --prebuilt DIR       compiles nothing: library and kernel_check are in DIR, from bench/prebuild.sh
-#   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without it, on random images, which shows only the time
-#   bench/gpu_check.sh --dry-run            without a GPU: prints the plan of each call and every test. Fails if a call exceeds LIMIT, if the
-#                                           steps before the later visit need more than two calls, if a prebuilt library does not
-#                                           belong to this tree, or if an op has no test
+#   bench/gpu_check.sh --prebuilt DIR       compiles nothing: DIR has library and kernel_check, by bench/prebuild.sh
+#   bench/gpu_check.sh --data DIR           trains on DIR/cifar100.npz; without it, on random images, for the time
+#   bench/gpu_check.sh --dry-run            without a GPU: prints the plan of each call and every test. Fails if a call
+#                                           exceeds LIMIT, if the steps before the later visit need more than two
+#                                           calls, if a prebuilt library does not belong to this tree, or if an op
+#                                           has no test
 #   bench/gpu_check.sh --device cpu         every step at small sizes without a GPU, which only shows that the steps run
 #
-# PYTHON is the interpreter (python3). PYTHONPATH is kept, for packages brought along. LIMIT is the time for this call in seconds (540);
-# a step starts only if its expected time is left. OUT is the folder for results (build/gpu_check), at most eight files. After a failed
-# step the others still run. Exit status: 0 only if every step has passed and none is left.
-# More: docs/benchmarks.md.
+# PYTHON is the interpreter (python3). PYTHONPATH is kept, for packages brought along. LIMIT is the time for this call
+# in seconds (540); a step starts only if its expected time is left. OUT is the folder for results (build/gpu_check), at
+# most eight files. After a failed step the others still run. Exit status: 0 only if every step has passed and none is
+# left. More: docs/benchmarks.md.
 set -uo pipefail
 
 dry=false only="" after="" prebuilt="" data="" device=cuda
@@ -47,16 +49,16 @@ cores=$(getconf _NPROCESSORS_ONLN) # nproc would heed OMP_NUM_THREADS
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TEARDOWN_CUPTI=0
 export python device out work data cores
 
-# ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper GPU with 16 cores; EXPECTED are estimates as long as
-# ---- docs/benchmarks.md says that no step has run on a GPU.
+# ---- the steps: `step NAME EXPECTED MOST COMMAND...`, seconds on one Hopper GPU with 16 cores; EXPECTED are
+# ---- estimates as long as docs/benchmarks.md says that no step has run on a GPU.
 
 steps() {
   if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
   [[ -n $prebuilt ]] || step build 110 240 bash -c build_all
   step library 8 40 bash -c check_library
   step self_check 10 40 "$python" -m mose_fast doctor --check
-  step tests 80 180 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -v -rs --maxfail=40 -p no:cacheprovider \
-    -n "$processes" --dist loadfile
+  step tests 80 180 "$python" -m pytest tests/gpu --ignore=tests/gpu/test_captured.py -v -rs --maxfail=40 \
+    -p no:cacheprovider -n "$processes" --dist loadfile
   step processes 90 180 "$python" -m bench.processes --device "$device"
   step retries 80 160 "$python" -m bench.processes --device "$device" --retries "$retries"
   step captured 50 150 "$python" -m pytest tests/gpu/test_captured.py -v -rs --maxfail=5 -p no:cacheprovider
@@ -76,12 +78,14 @@ steps() {
   local file name
   for file in bench/bench_*.py; do
     name=$(basename "$file" .py)
-    if grep -q '^def bench_' "$file"; then step "$name" "${seconds[$name]:-40}" 150 "${bench[@]}" "$file" -k "not ($done_before)"; fi
+    if grep -q '^def bench_' "$file"; then
+      step "$name" "${seconds[$name]:-40}" 150 "${bench[@]}" "$file" -k "not ($done_before)"
+    fi
   done
-  step bench 100 200 "$python" -m mose_fast bench --device "$device" "${small[@]}" --memory "$memory" --precision "$precision" \
-    --csv "$out/bench.csv" --traceback
-  step compiled 150 300 "$python" -m pytest bench -q "--devices=$device" --compiled=headline -k compiled --benchmark-quiet \
-    -p no:cacheprovider "--rows=$out"
+  step bench 100 200 "$python" -m mose_fast bench --device "$device" "${small[@]}" --memory "$memory" \
+    --precision "$precision" --csv "$out/bench.csv" --traceback
+  step compiled 150 300 "$python" -m pytest bench -q "--devices=$device" --compiled=headline -k compiled \
+    --benchmark-quiet -p no:cacheprovider "--rows=$out"
   step racecheck 60 150 compute-sanitizer --tool racecheck --error-exitcode 9 "$checker"
   step initcheck 60 150 compute-sanitizer --tool initcheck --error-exitcode 9 "$checker"
 }
@@ -90,13 +94,15 @@ steps() {
 bench=("$python" -m pytest -q "--devices=$device" --compiled=off --benchmark-quiet -p no:cacheprovider "--rows=$out")
 if [[ $device == cuda ]]; then
   dtype=bfloat16 precision=bf16 memory=5000 small=() retries=20
-  processes=$(find tests/gpu -name 'test_*.py' | wc -l) # one process for each file: an illegal memory access breaks the rest of its process
+  # One process for each file: an illegal memory access breaks the rest of its process.
+  processes=$(find tests/gpu -name 'test_*.py' | wc -l)
 else
   dtype=float32 precision=fp32 memory=200 small=(--width 2) retries=2
   processes=$cores
 fi
 # Shared memory: accesses that had to wait for others of their warp, and all accesses.
-conflicts=l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum,l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum
+conflicts=l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum
+conflicts+=,l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum
 conflicts+=,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum
 # The benchmarks that earlier steps have measured, as an expression for pytest -k.
 done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
@@ -141,13 +147,14 @@ PYTHON
 # Split CIFAR-100 as a user runs it; without --data the benchmarks' whole run, on random images.
 whole_run() {
   if [[ -z $data ]]; then
-    "$python" -m pytest bench/bench_run.py -q "--devices=$device" -k "not bench_loop" --benchmark-quiet -p no:cacheprovider "--rows=$out"
+    "$python" -m pytest bench/bench_run.py -q "--devices=$device" -k "not bench_loop" --benchmark-quiet \
+      -p no:cacheprovider "--rows=$out"
     return
   fi
   local precision=bf16 memory=5000 small=() rc
   if [[ $device == cpu ]]; then precision=fp32 memory=100 small=(--width 2); fi
-  "$python" -m mose_fast run --stream split-cifar100 --data-dir "$data" --memory "$memory" --seed 0 --device "$device" "${small[@]}" \
-    --precision "$precision" --out "$work/run" --overwrite
+  "$python" -m mose_fast run --stream split-cifar100 --data-dir "$data" --memory "$memory" --seed 0 --device "$device" \
+    "${small[@]}" --precision "$precision" --out "$work/run" --overwrite
   rc=$?
   cp "$work/run/results.json" "$out/run.json"
   cp "$work/run/accuracy.csv" "$out/run.csv"
@@ -200,8 +207,8 @@ note() {
   echo "$*" >>"$out/summary.txt"
 }
 
-# run NAME EXPECTED MOST COMMAND...: runs the step, within its own time and that left in the call. The output goes to the log, its end to
-# the screen. When the time is over, the step is interrupted as by Ctrl-C, and killed 8 s later.
+# run NAME EXPECTED MOST COMMAND...: runs the step, within its own time and that left in the call. The output goes to
+# the log, its end to the screen. When the time is over, the step is interrupted as by Ctrl-C, and killed 8 s later.
 run() {
   local name=$1 expected=$2 most=$3 began=$SECONDS rc=0 from said=ok
   shift 3
@@ -225,7 +232,11 @@ run() {
 finish() {
   local rows
   trap - INT TERM
-  if [[ -n $child ]]; then kill -INT "$child" 2>/dev/null; note "$(printf '%-24s %s' "$last" "FAILED: interrupted")"; status=1; fi
+  if [[ -n $child ]]; then
+    kill -INT "$child" 2>/dev/null
+    note "$(printf '%-24s %s' "$last" "FAILED: interrupted")"
+    status=1
+  fi
   rows=$out/$card.csv
   if [[ -s $rows ]]; then "$python" -m bench.store --show "$rows" >"$out/$card.txt" 2>>"$log" || status=1; fi
   if ((${#left[@]})); then
@@ -254,7 +265,9 @@ if $dry; then
   if ((call)); then printf '  %-22s %4d s of %d\n%d s in all\n' "sum" "$sum" "$limit" "$total"; fi
   if ((call > 1)) && [[ -n $only ]]; then unfit+=("--only needs $call calls"); fi
   if ((planned_first > 2)); then unfit+=("the steps before the later visit need $planned_first calls, of two"); fi
-  if [[ -n $prebuilt ]] && ! "$python" -m bench.prebuilt "$prebuilt"; then unfit+=("$prebuilt does not serve this tree"); fi
+  if [[ -n $prebuilt ]] && ! "$python" -m bench.prebuilt "$prebuilt"; then
+    unfit+=("$prebuilt does not serve this tree")
+  fi
   for complaint in "${unfit[@]}"; do echo "does not fit: $complaint" >&2; done
   printf '\n'
   "$python" -m bench.collect || exit
@@ -286,7 +299,8 @@ wanted = ("torch", "torchvision", "numpy", "safetensors", "tqdm", "psutil", "PIL
 wanted += ("pytest_benchmark", "xdist")
 missing = [name for name in wanted if importlib.util.find_spec(name) is None]
 if missing:
-    raise SystemExit(f"missing Python packages: {', '.join(missing)}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
+    found = ", ".join(missing)
+    raise SystemExit(f"missing Python packages: {found}. Bring wheels and set PYTHONPATH: docs/benchmarks.md")
 PYTHON
 trap finish INT TERM
 note "$(date -u +%FT%TZ) ${found#*, }, $cores cores, LIMIT $limit"

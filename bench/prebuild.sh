@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds the library and kernel_check, stripped, for bench/gpu_check.sh --prebuilt on another machine. This machine needs no GPU.
+# Builds the library and kernel_check, stripped, for bench/gpu_check.sh --prebuilt on another machine. This machine
+# needs no GPU.
 #
 #   PYTHON=venv/bin/python bench/prebuild.sh DIR [ARCHS]
 #
-# PYTHON (python3) must have the other machine's versions of Python and torch (a CUDA build); nvcc, cmake and ninja must be on PATH. ARCHS
-# are the other machine's compute capabilities (9.0). DIR gets about 6 MB. The library serves only a tree with the same csrc. MAX_JOBS
-# limits the number of compilers that run at the same time.
+# PYTHON (python3) must have the other machine's versions of Python and torch (a CUDA build); nvcc, cmake and ninja must
+# be on PATH. ARCHS are the other machine's compute capabilities (9.0). DIR gets about 6 MB. The library serves only a
+# tree with the same csrc. MAX_JOBS limits the number of compilers that run at the same time.
 set -euo pipefail
 target=$(realpath -m "${1:?usage: bench/prebuild.sh DIR [ARCHS]}")
 cd "$(dirname "$0")/.."

@@ -30,18 +30,6 @@ from build_tools.describe import jobs
 from build_tools.machine_code import CLASSES, Kernel, disassemble, instance_names, parse_code, refusals
 from build_tools.sources import read_sources
 
-__all__ = [
-    "Usage",
-    "compare",
-    "compare_loops",
-    "kernel_name",
-    "loop_lines",
-    "parse_budget",
-    "parse_loops",
-    "parse_ptxas",
-    "table",
-]
-
 ROOT = Path(__file__).resolve().parent.parent
 ARCHS = tuple(arch.replace(".", "") for arch in RELEASE_ARCHS)
 #: How much a loop may grow before the check fails.

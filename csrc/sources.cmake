@@ -1,5 +1,5 @@
-# The one list of native sources and flags. CMake includes this file; setup.py reads it through build_tools/sources.py, so keep
-# to `set(NAME item item ...)` with literal items and whole-line comments. Paths are relative to csrc/.
+# The one list of native sources and flags. CMake includes this file; setup.py reads it through build_tools/sources.py,
+# so keep to `set(NAME item item ...)` with literal items and whole-line comments. Paths are relative to csrc/.
 
 set(MOSE_FAST_CPU_SOURCES
   cpu/null.cpp
@@ -31,9 +31,9 @@ set(MOSE_FAST_TORCH_SOURCES
   torch/unit_rows.cpp
 )
 
-# No -std (torch decides) and no fast-math. Contraction is off because random decisions must be equal bit for bit on every machine.
-# The two -fno change no value: loops with a choice or a root in them vectorise only without floating-point traps and errno.
-# -g0 takes back the -g of Python's own flags, which costs a fifth of the time.
+# No -std (torch decides) and no fast-math. Contraction is off because random decisions must be equal bit for bit on
+# every machine. The two -fno change no value: loops with a choice or a root in them vectorise only without
+# floating-point traps and errno. -g0 takes back the -g of Python's own flags, which costs a fifth of the time.
 set(MOSE_FAST_CXX_FLAGS
   -O3
   -g0
@@ -45,8 +45,9 @@ set(MOSE_FAST_CXX_FLAGS
   -fno-trapping-math
 )
 
-# The kernels as well as the rest, compiled for the CPU by clang (MOSE_FAST_BACKEND=emulated). Without OpenMP: its run time would be
-# clang's beside torch's GCC's. Kernels read and write numbers of one type as words of another: no strict aliasing.
+# The kernels as well as the rest, compiled for the CPU by clang (MOSE_FAST_BACKEND=emulated). Without OpenMP: its run
+# time would be clang's beside torch's GCC's. Kernels read and write numbers of one type as words of another: no strict
+# aliasing.
 set(MOSE_FAST_EMULATED_FLAGS
   -O2
   -g0
@@ -60,8 +61,9 @@ set(MOSE_FAST_EMULATED_FLAGS
   -fno-trapping-math
 )
 
-# Device code may fuse multiply and add; a file whose decisions must equal the CPU's bit for bit says so with intrinsics.
-# torch.utils.cpp_extension hides the half and bfloat16 operators, CMake does not: -U makes both builds alike.
+# Device code may fuse multiply and add; a file whose decisions must equal the CPU's bit for bit says so with
+# intrinsics. torch.utils.cpp_extension hides the half and bfloat16 operators, CMake does not: -U makes both builds
+# alike.
 set(MOSE_FAST_NVCC_FLAGS
   -O3
   -lineinfo

@@ -12,8 +12,6 @@ from mose_fast.methods import method_names
 from mose_fast.settings.knob import Setting
 from mose_fast.settings.run import ConfigError
 
-__all__ = ["SETTINGS", "accepts", "another", "outside", "sample"]
-
 #: Every setting once, also where several methods have it.
 SETTINGS = [*{str(s): s for method in method_names() for s in all_settings(method).values()}.values()]
 TEXTS = ("0123456789abcdef", "half", "cpu", "a/folder")

@@ -113,8 +113,8 @@ struct AlignConvBackward {
   AlignConvInput input;
   const void* grad;  // [images, out_height, out_width, channels]: of the depthwise convolution's result
   float*
-      sums;  // [align_conv_sums(input), kAlignConvSums, channels] workspace; null where neither of the last two is wanted
-  void* x;                      // as the input's x, out
+      sums;  // [align_conv_sums(input), kAlignConvSums, channels] workspace; null if neither of the last two is wanted
+  void* x;   // as the input's x, out
   void* gate;                   // as the input's gate, out
   MutableFloatArray depthwise;  // [channels, 9] out
   float* prologue;              // [kNormRows, channels] out

@@ -1,7 +1,8 @@
 // Batch norm with residual add and ReLU over maps in NHWC: statistics, application, and the two
 // passes of the backward; what a norm's state is stands in core/batch_norm.h.
 //
-//   y = relu(norm(x')), relu(norm(x) + r), relu(norm(x) + norm2(r)),    x' = x or, with a prologue, relu(scale1 (x - mean1) + shift1)
+//   y = relu(norm(x')), relu(norm(x) + r), relu(norm(x) + norm2(r))
+//   x' = x or, with a prologue, relu(scale1 (x - mean1) + shift1)
 //
 // Backward, with g = [y > 0] sum of y's gradients: dweight, dbias and what flows through the
 // statistics come from sum g and sum g (x' - mean) (first pass); dx' = scale g + slope (x' - mean)
@@ -43,10 +44,9 @@ struct NormStatistics {
   NormParams norm[2];
   const float* prologue;  // [kNormRows, channels], for map 0 alone; null: none
   float* state;           // [norms, kNormRows, channels] out
-  float*
-      mean_rest;  // [channels] out: what rounding left of the first norm's mean, which is the state's plus this; null: not wanted
-  float* partials;    // [norms, norm_grid().partials(kFields)]
-  uint32_t* tickets;  // [norms, norm_grid().tickets()]
+  float* mean_rest;       // [channels] out: the first norm's mean minus the state's, which is rounded; null: not wanted
+  float* partials;        // [norms, norm_grid().partials(kFields)]
+  uint32_t* tickets;      // [norms, norm_grid().tickets()]
 };
 
 struct BatchNormActForward {

@@ -18,7 +18,7 @@ struct ExpertLossesInput {
   FloatArray student;      // [rows, feature_size]
   const int64_t* labels;   // [rows]
   const bool*
-      current_classes;  // [classes], the classes of the new rows' softmax; null: one softmax over all classes for all rows
+      current_classes;  // [classes], the classes of the new rows' softmax; null: one softmax over all for all rows
   int64_t experts;
   int64_t rows;
   int64_t projection_size;

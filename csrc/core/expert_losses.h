@@ -6,8 +6,9 @@
 // (mose_fast/reference/expert_losses.py is the definition). Forward leaves a few numbers per row,
 // from which backward recomputes the rest:
 //
-//   contrastive   s_ij = n(z_i) . n(z_j) / temperature, L_i = log sum_{j != i} exp s_ij, c_i = number of positives of anchor i,
-//                 A = anchors that have a positive. With a_i = [c_i > 0] / A the gradient with respect to n(z_i) is
+//   contrastive   s_ij = n(z_i) . n(z_j) / temperature, L_i = log sum_{j != i} exp s_ij,
+//                 c_i = number of positives of anchor i, A = anchors that have a positive.
+//                 With a_i = [c_i > 0] / A the gradient with respect to n(z_i) is
 //                 1/temperature sum_{j != i} W_ij n(z_j),
 //                 W_ij = a_i exp(s_ij - L_i) + a_j exp(s_ij - L_j) - [y_i = y_j] (a_i / c_i + a_j / c_j).
 //   distillation  d_i^2 = |n(u_i) - n(v_i)|^2, with u the student's features and v the expert's.

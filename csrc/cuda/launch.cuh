@@ -2,9 +2,9 @@
 // nvcc and, in tests without a GPU, a plain C++ compiler: there csrc/emulated/cuda_on_cpu.h has
 // defined both macros before this file is read.
 //
-//   MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments...)   launches and checks; (kernel<A, B>) in parentheses
-//   MF_LAUNCH_AFTER(the same)                                                also lets it begin before the kernel before it ends
-//   MF_DYNAMIC_SHARED(name);                                                 unsigned char* name, aligned to 16
+//   MF_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments...)  launches and checks; wants (kernel<A, B>)
+//   MF_LAUNCH_AFTER(the same)                                               may begin before the earlier kernel ends
+//   MF_DYNAMIC_SHARED(name);                                                unsigned char* name, aligned to 16
 //
 // All shared memory is dynamic: the CPU gives each block exactly the bytes asked for, so that a
 // step beyond them is noticed.

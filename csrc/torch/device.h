@@ -1,8 +1,8 @@
 // What a GPU is in this build: the one file of csrc/torch that knows. Every other one asks here.
 //
-//   neither macro                                  a CPU-only build: csrc/cpu serves tensors on the CPU, and there is no GPU
-//   MOSE_FAST_WITH_CUDA                            tensors on a CUDA device are on a GPU
-//   MOSE_FAST_WITH_CUDA and MOSE_FAST_EMULATED     tensors on the CPU are on a GPU, whose kernels csrc/emulated runs on the CPU
+//   neither macro                              a CPU-only build: csrc/cpu serves tensors, and there is no GPU
+//   MOSE_FAST_WITH_CUDA                        tensors on a CUDA device are on a GPU
+//   MOSE_FAST_WITH_CUDA, MOSE_FAST_EMULATED    tensors on the CPU are on a GPU, which csrc/emulated plays
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, permutation, random_words, unit
 
-__all__ = ["Mixes", "draw_mixes", "mixing_shares"]
-
 # Both parameters of the Beta distribution of shares (Impression2805/IL2A).
 _BETA = 20
 

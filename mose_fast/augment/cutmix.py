@@ -7,8 +7,6 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, permutation, random_words, uniform_below32, unit
 
-__all__ = ["cutmix"]
-
 
 def cutmix(views: Tensor, probability: float, seed: int, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces one box, the same in all images, by the same box of a random partner. With

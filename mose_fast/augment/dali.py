@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from nvidia.dali import Pipeline
     from nvidia.dali.tensors import TensorListGPU
 
-__all__ = ["DaliLayout", "DaliViews"]
-
 #: Number of views that a new pipeline takes; it is doubled until a step fits.
 _VIEWS = 512
 

@@ -10,9 +10,6 @@ from torch.nn import functional as F
 
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32, unit
 
-__all__ = ["pad_crop"]
-
-
 # Black pixels on every side.
 _PADDING = 4
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotations"]
-
 
 def rotations(images: Tensor, count: int = 16) -> Tensor:
     """Rotates images [R, H, W, 3], W even: neither, one or both of the left and right halves by 180

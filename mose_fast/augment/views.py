@@ -17,8 +17,6 @@ from mose_fast.ops.augment import MIRROR, augment
 from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.settings.run import ConfigError
 
-__all__ = ["RECIPES", "ViewInputs", "ViewMaker", "choose_feed", "padded"]
-
 #: Random augmentations by name; ``none`` makes no augmented copies at all.
 RECIPES: dict[str, Recipe | None] = {
     "ocm": Recipe(gray_p=0.25, area_low=0.3),

@@ -16,8 +16,6 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 from mose_fast.streams.draws import draw_order
 
-__all__ = ["AnytimeSample"]
-
 # Purpose words for the order of the images and that of the memory's slots: above the words of the
 # tasks' orders, below that of the class order.
 _IMAGES = 2**62 + 2**61

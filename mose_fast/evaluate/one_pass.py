@@ -15,8 +15,6 @@ from mose_fast.methods import Learner
 from mose_fast.nn import classify
 from mose_fast.streams import Stream
 
-__all__ = ["TaskAccuracy", "accuracy_of", "evaluate_learner", "on_host"]
-
 # int64 [n], by classifier and expert.
 Predictions = dict[str, dict[str, Tensor]]
 

@@ -9,8 +9,6 @@ from typing import Any
 from mose_fast.experiments.grid import Cell
 from mose_fast.experiments.protocol import Event
 
-__all__ = ["CellRecord", "CellState", "Failure"]
-
 
 class CellState(enum.Enum):
     """What a cell is doing. A waiting one will be started (again); a failed one was given up, and a

@@ -11,8 +11,6 @@ from typing import TextIO
 from mose_fast.experiments.cells import CellRecord, CellState
 from mose_fast.experiments.forecast import Forecast, duration
 
-__all__ = ["Display"]
-
 # Seconds between two drawings.
 _EVERY = 0.3
 

@@ -17,8 +17,6 @@ from mose_fast.experiments.mps import MpsServer
 from mose_fast.experiments.protocol import ENDS, Command, Event, died, how_it_died
 from mose_fast.processes import python
 
-__all__ = ["Engine", "LocalEngine"]
-
 
 class Engine(Protocol):
     """What the scheduler needs of a place to compute; messages: :mod:`.protocol`."""

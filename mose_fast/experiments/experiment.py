@@ -33,8 +33,6 @@ from mose_fast.runs.store import RunDamaged, Store
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.signals import StopRequest, stop_request
 
-__all__ = ["Experiment", "with_fingerprints"]
-
 # A run whose process is killed this often without a new checkpoint in between is given up.
 _DEATHS = 3
 

@@ -18,8 +18,6 @@ from mose_fast.runs.files import RunError, RunFolder, is_configuration, remove_l
 from mose_fast.runs.store import STORE, RunDamaged, read_run, setting_id
 from mose_fast.settings.run import ConfigError, RunConfig, shown
 
-__all__ = ["SweepFolder", "first_difference"]
-
 
 class SweepFolder:
     """A sweep's folder. The run folders lie in it, beside the plan, the cells' configurations for

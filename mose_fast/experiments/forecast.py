@@ -21,8 +21,6 @@ from mose_fast.runs.files import RunError
 from mose_fast.runs.store import STORE, read_store
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["Forecast", "cost_key", "declared_cost", "duration", "estimated_cost", "measured_costs", "stored_costs"]
-
 
 def cost_key(config: RunConfig) -> str:
     """Equal for configurations whose runs take the same time and memory."""

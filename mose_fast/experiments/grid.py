@@ -29,8 +29,6 @@ from mose_fast.settings.run import ConfigError, RunConfig, read_table, shown
 # minutes.
 _MOST_RUNS = 10_000
 
-__all__ = ["Cell", "axes_of", "folder_name", "grid_cells", "read_axes", "read_file", "read_seeds"]
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -12,8 +12,6 @@ from contextlib import suppress
 
 from mose_fast.settings.run import ConfigError
 
-__all__ = ["PROGRAM", "MpsServer"]
-
 #: The program that starts and ends such servers; NVIDIA's driver brings it.
 PROGRAM = "nvidia-cuda-mps-control"
 

@@ -18,8 +18,6 @@ from mose_fast.settings.knob import plain, whole_number
 from mose_fast.settings.run import ConfigError
 from mose_fast.threads import thread_limit, usable_cores
 
-__all__ = ["Layout", "Place"]
-
 
 @dataclass(frozen=True)
 class Place:

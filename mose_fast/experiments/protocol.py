@@ -30,8 +30,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ENDS", "Command", "Event", "died", "how_it_died"]
-
 #: Kinds of the event that ends a command.
 ENDS = frozenset({"done", "stopped", "failed", "died"})
 

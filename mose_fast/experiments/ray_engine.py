@@ -24,8 +24,6 @@ from mose_fast.runs.files import RunError
 from mose_fast.settings.run import ConfigError
 from mose_fast.threads import usable_cores
 
-__all__ = ["RayEngine"]
-
 # Seconds until an address counts as unreachable, and for a run to write its checkpoint when its
 # task is ended.
 _PATIENCE, _GRACE = 5.0, 20.0

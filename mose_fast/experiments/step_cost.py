@@ -19,8 +19,6 @@ from mose_fast.self_check import settle
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 
-__all__ = ["Cost", "measure"]
-
 # Batches of a skipped task that are stored without training, so that the memory is as full and as
 # varied as late in a run.
 _STORED = 100

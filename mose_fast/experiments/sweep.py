@@ -31,8 +31,6 @@ from mose_fast.settings.run import RunConfig, StreamConfig
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Outcome", "run_grid", "run_sweep"]
-
 
 @dataclass(frozen=True)
 class Outcome:

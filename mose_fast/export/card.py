@@ -9,8 +9,6 @@ from typing import Any
 
 from mose_fast.runs.files import RunError, RunFolder, is_configuration
 
-__all__ = ["CARD", "FORMAT", "MODELS", "USUAL", "ExportError", "read_card", "stored_card"]
-
 #: Version of the export format; a reader refuses newer ones.
 FORMAT = 1
 

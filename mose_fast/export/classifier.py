@@ -19,8 +19,6 @@ from mose_fast.learner.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
 from mose_fast.nn.class_means import squared_distances
 
-__all__ = ["BATCH", "Classifier", "DeployedNetwork", "Predictions"]
-
 #: Images that are classified together.
 BATCH = 256
 

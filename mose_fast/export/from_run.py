@@ -27,8 +27,6 @@ from mose_fast.runs.lock import FolderLock
 from mose_fast.runs.store import read_run
 from mose_fast.settings.run import ConfigError, RunConfig, near_matches
 
-__all__ = ["export_run", "restore"]
-
 # Names of the files of an export, as regular expressions.
 _OWN_FILES = tuple(map(re.escape, (CARD, *MODELS.values())))
 

@@ -16,8 +16,6 @@ from mose_fast.export.classifier import BATCH, Classifier
 from mose_fast.streams.decoding import centre_square, decode_image
 from mose_fast.streams.folder import SUFFIXES
 
-__all__ = ["classify_files"]
-
 
 def classify_files(
     classifier: Classifier, paths: Iterable[str | Path], unusable: Callable[[MoseFastError], None] | None = None

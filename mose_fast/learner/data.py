@@ -18,8 +18,6 @@ from mose_fast.nn import check_image_size
 from mose_fast.settings.knob import MASKED, is_masked, plain
 from mose_fast.settings.run import ConfigError, shown
 
-__all__ = ["IMAGE_SIZE", "DataPlane", "DataRecord", "check_stream", "class_mask", "plain_tensor"]
-
 #: (H, W) of images, where nothing else is said: CIFAR's.
 IMAGE_SIZE = (32, 32)
 

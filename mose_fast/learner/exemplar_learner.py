@@ -17,8 +17,6 @@ from mose_fast.memory.exemplars import HERDINGS, SELECTIONS, ExemplarMemory
 from mose_fast.settings.knob import Search
 from mose_fast.settings.run import CURRENT_CLASSES, RunConfig, knob
 
-__all__ = ["REPLAY_LOSS_SOURCE", "TEMPERATURES", "ExemplarLearner", "ExemplarOptions", "log_softmax_within"]
-
 #: The range of the distillation's temperature.
 TEMPERATURES = Search(1, 8, log=True, source="choice: around the 2 that BiC, CCIL and SS-IL have")
 

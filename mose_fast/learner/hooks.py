@@ -18,8 +18,6 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
 from mose_fast.settings.run import RunConfig
 
-__all__ = ["MethodHooks", "Planning"]
-
 
 class Planning(IntEnum):
     """How far ahead of training batches can be planned. Each value allows more than the last."""

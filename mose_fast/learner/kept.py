@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from mose_fast.learner.model import first_difference
 
-__all__ = ["WRITTEN", "KeptValues", "survives_json", "unsaved"]
-
 #: When a method writes what it keeps, which says what has to undo it.
 WRITTEN = ("steps", "plans", "tasks")
 

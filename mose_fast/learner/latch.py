@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from mose_fast.optim import FlatAdam
 
-__all__ = ["Latch", "gathered_statistics", "undone_if"]
-
 # Each statistic starts at a multiple of this many bytes, for kernels that load 16 at once.
 _ALIGNMENT = 256
 

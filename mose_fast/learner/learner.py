@@ -30,8 +30,6 @@ from mose_fast.self_check import settle
 from mose_fast.settings.knob import plain
 from mose_fast.settings.run import ConfigError, RunConfig, near_matches, shown
 
-__all__ = ["Learner"]
-
 K = TypeVar("K", Tensor, nn.Module)
 
 # Attributes whose tensors are saved by themselves or computed again.

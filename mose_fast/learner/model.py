@@ -19,8 +19,6 @@ from mose_fast.learner.latch import Latch, undone_if
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
-__all__ = ["Model", "first_difference", "padded_size", "set_precision"]
-
 
 def padded_size(images: int, batch: int) -> int:
     """The size that images are padded to: ``batch``, or its smallest repeated half that is enough.

@@ -13,17 +13,6 @@ from mose_fast import streams
 from mose_fast.settings.knob import Setting, plain, settings_of
 from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig, method_settings, near_matches, shown
 
-__all__ = [
-    "all_settings",
-    "assignment",
-    "dotted",
-    "full_name",
-    "read_value",
-    "telling_apart",
-    "with_absolute_paths",
-    "with_changes",
-]
-
 
 def all_settings(method: str) -> dict[str, Setting]:
     """Every setting of a run of ``method``, by dotted name; ConfigError if it is unknown."""

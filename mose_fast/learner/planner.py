@@ -23,8 +23,6 @@ from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.settings.knob import whole_number
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["Planner"]
-
 # What the review multiplies gradients by.
 _REVIEW_WEIGHT = 0.1
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from mose_fast.learner.data import DataRecord
 from mose_fast.learner.hooks import MethodHooks
 
-__all__ = ["PlannedStep", "Prepared", "ViewsToCome", "WholeBatch"]
-
 
 class ViewsToCome(NamedTuple):
     """Inputs of a step whose views may be made on another thread, by ``make``, which reads nothing

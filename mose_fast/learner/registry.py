@@ -28,17 +28,6 @@ from mose_fast.settings.run import (
     near_matches,
 )
 
-__all__ = [
-    "METHODS",
-    "check_unchanged",
-    "find_method",
-    "method",
-    "method_changes",
-    "method_files",
-    "method_names",
-    "warn_of_other_protocol",
-]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 # What the names of modules begin with that were imported from a method's file.

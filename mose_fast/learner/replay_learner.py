@@ -26,8 +26,6 @@ from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
 
-__all__ = ["REPLAY_LOSSES", "BaselineOptions", "Inputs", "Outputs", "ReplayLearner", "Rows", "cross_entropy"]
-
 
 @dataclass(frozen=True)
 class BaselineOptions(ReplayOptions):

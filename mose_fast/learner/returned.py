@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from mose_fast.settings.run import ConfigError, shown
 
-__all__ = ["are_plain", "are_scalars", "are_slots", "are_views", "check_returned"]
-
 
 def check_returned(learner: object, hook: str, found: Any, fits: bool, wanted: str) -> None:
     """Refuses what the function ``hook`` of a learner's class returned unless it ``fits``."""

@@ -11,8 +11,6 @@ from mose_fast.learner.registry import find_method
 from mose_fast.nn.backbone import backbone_activations, backbone_parameters
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["LeastBytes", "check_room", "least_bytes"]
-
 # Every machine has at least this much.
 _ALWAYS = 2**30
 

@@ -16,8 +16,6 @@ from mose_fast.losses.information import mixed_similarities
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 from mose_fast.settings.run import CONTRASTIVE_TEMPERATURES, ConfigError, RunConfig, knob
 
-__all__ = ["RotatedLearner", "RotatedOptions"]
-
 
 @dataclass(frozen=True)
 class RotatedOptions(BaselineOptions):

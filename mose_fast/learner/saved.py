@@ -19,8 +19,6 @@ from mose_fast.learner.room import check_room
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.state_file import StateFileError, read_state, state_file
 
-__all__ = ["class_of", "machine_changes", "made_by", "parts", "read_learner", "rebuilt", "save_learner", "told_code"]
-
 # The kind of file, and the number of its format.
 _KIND, _FORMAT = "mose_fast_learner", 1
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from mose_fast.learner.latch import gathered_statistics, undone_if
 from mose_fast.nn import ExpertNetwork
 
-__all__ = ["Outputs", "Teacher", "outputs_of"]
-
 
 class Outputs(NamedTuple):
     """Outputs for V views: ``logits`` [V, K], ``features`` [V, D], ``projections`` [V, P]."""

@@ -9,8 +9,6 @@ from mose_fast.nn import ExpertOutputs
 from mose_fast.ops.expert_losses import expert_losses
 from mose_fast.settings.run import MethodOptions
 
-__all__ = ["ExpertLosses"]
-
 
 class ExpertLosses(nn.Module):
     """The losses of one MOSE step (paper eq. for L_MOSE; docs/specification/mose.md section

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mose_fast.nn.cosine import directions
 
-__all__ = ["class_information", "class_means", "mixed_similarities", "prototype_loss", "view_information"]
-
 # Inside the quotient, inside the logarithm, and beside a vector's length (gydpku/OCM).
 _EPS = 1e-8
 # Beside the length of what prototypes are made of.

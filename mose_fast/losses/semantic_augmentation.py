@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mose_fast.ops.expert_losses import masked_cross_entropy
 
-__all__ = ["class_statistics", "semantic_augmentation"]
-
 
 def class_statistics(features: Tensor, labels: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields each class in ``labels`` int64 [N] with the mean float [D] and the covariance float

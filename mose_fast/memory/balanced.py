@@ -10,8 +10,6 @@ from torch import Tensor
 from mose_fast.memory.replay import ReplayMemory
 from mose_fast.ops.draws import Purpose, random_words
 
-__all__ = ["BalancedMemory"]
-
 
 class BalancedMemory(ReplayMemory):
     """A memory with greedy class balance: an item is stored if its class is new or has less than

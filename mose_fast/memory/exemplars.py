@@ -17,8 +17,6 @@ from mose_fast.memory.replay import MemoryRecord, ReplayMemory
 from mose_fast.memory.task_buffer import BufferRecord, TaskBuffer
 from mose_fast.ops.draws import Purpose, permutation, random_words
 
-__all__ = ["HERDINGS", "SELECTIONS", "ExemplarMemory", "herding_ranks", "positions_in_group"]
-
 #: How the exemplars of a class are chosen.
 SELECTIONS = {
     "first": "the first that came",

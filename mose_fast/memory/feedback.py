@@ -12,8 +12,6 @@ from torch import Tensor
 from mose_fast.memory.pairs import choose
 from mose_fast.ops.draws import Purpose, permutation, random_words, unit
 
-__all__ = ["Mixture", "close_pairs", "feedback", "symmetric_beta"]
-
 # Of two prototypes, where they coincide.
 _SMALLEST_DISTANCE = 1e-6
 # The largest share of the partner in a batch mixed at random, and the parameter of the Beta

@@ -12,8 +12,6 @@ from torch import Tensor
 from mose_fast.memory.replay import ReplayMemory
 from mose_fast.ops.draws import Purpose, permutation, random_words, unit
 
-__all__ = ["GradientMemory"]
-
 
 class GradientMemory(ReplayMemory):
     """A memory with a score for each slot: the largest cosine similarity of the sample's gradient

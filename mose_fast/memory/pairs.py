@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, random_words, unit
 
-__all__ = ["choose", "draw_pairs"]
-
 
 def draw_pairs(
     labels: Tensor, stored: Tensor, negatives: Tensor, seed: int, sequence: int

@@ -13,8 +13,6 @@ from mose_fast.device import upload
 from mose_fast.ops.reservoir import SlotFilter, draw, insert
 from mose_fast.settings.knob import ConfigError, plain
 
-__all__ = ["MemoryRecord", "ReplayMemory", "highest"]
-
 
 class MemoryRecord(NamedTuple):
     """What :meth:`ReplayMemory.restore` needs to undo draws and writes: the state (seed, draws,

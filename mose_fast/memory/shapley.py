@@ -12,8 +12,6 @@ from torch import Tensor
 from mose_fast.memory.replay import ReplayMemory, highest
 from mose_fast.ops.draws import Purpose, random_words, unit
 
-__all__ = ["ShapleyMemory", "adversarial_scores", "knn_shapley"]
-
 
 def knn_shapley(
     candidates: Tensor, candidate_labels: Tensor, points: Tensor, point_labels: Tensor, neighbours: int

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mose_fast.device import upload
 
-__all__ = ["BufferRecord", "TaskBuffer"]
-
 
 class BufferRecord(NamedTuple):
     """What :meth:`TaskBuffer.restore` needs."""

@@ -12,8 +12,6 @@ from mose_fast.ops.align_conv import AlignedMap, align_conv
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.ops.norm_pool import norm_pool
 
-__all__ = ["AlignmentModule", "AttentionGate", "DownBlock"]
-
 
 class DownBlock(nn.Module):
     """Halves a map: depthwise 3x3 (stride 2), pointwise, norm, ReLU, depthwise 3x3, pointwise,

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from mose_fast.ops.batch_norm_act import Norm, batch_norm_act
 from mose_fast.ops.batch_norm_pool import batch_norm_pool
 
-__all__ = ["STAGE_STRIDES", "BasicBlock", "Stem", "backbone_activations", "backbone_parameters"]
-
 #: First stride of each residual stage.
 STAGE_STRIDES = (1, 2, 2, 2)
 

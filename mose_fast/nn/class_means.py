@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["CLASSIFIERS", "MEAN_OF_EXPERTS", "ClassMeans", "classify", "squared_distances"]
-
 #: The classifiers, and what their mean of experts averages: squared distances to the class means,
 #: or logits.
 MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["CorrectedLinear", "fit_correction"]
-
 # Where the loss falls for ever, as with images that are all told apart, the fit ends here.
 _FIT_STEPS = 100
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CosineClassifier", "directions"]
-
 
 def directions(vectors: Tensor, eps: float = 1e-5) -> Tensor:
     """Returns vectors [..., D] divided by their length plus ``eps``, in float32 at least."""

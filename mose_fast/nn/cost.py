@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from mose_fast.nn.cosine import CosineClassifier
 
-__all__ = ["Cost", "count_cost"]
-
 
 class Cost(NamedTuple):
     """``parameters``: the number of parameters of the modules that ran; ``macs``: the

@@ -14,8 +14,6 @@ from mose_fast.nn.heads import LinearMaps, linear_maps
 from mose_fast.nn.kernels import check_kernels
 from mose_fast.nn.side_streams import SideStreams, fork, join, on_stream
 
-__all__ = ["BRANCH_POINTS", "ExpertNetwork", "ExpertOutputs", "check_image_size"]
-
 #: Blocks (1 to 8) after which an expert branches off, by number of experts
 #: (docs/specification/mose.md section 9.16). The last is always the whole network.
 BRANCH_POINTS = {

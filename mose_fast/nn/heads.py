@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["LinearMaps", "linear_maps", "projection_mlp"]
-
 
 class LinearMaps(NamedTuple):
     """Linear maps of one size: weights n x [K, D] and biases n x [K], of the features of the

@@ -6,8 +6,6 @@ import torch
 
 from mose_fast import _loader
 
-__all__ = ["KERNELS", "check_kernels", "choose_kernels"]
-
 #: ``torch``: PyTorch's own modules, one by one. ``fused``: the ops of :mod:`mose_fast.ops`, native
 #: where there is a library.
 KERNELS = ("torch", "fused")

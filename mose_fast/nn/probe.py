@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mose_fast.ops.draws import Purpose, random_words, uniform_below32
 
-__all__ = ["fit_probe"]
-
 _MOMENTUM, _BATCH = 0.9, 256
 # After these shares of all passes the learning rate falls to a fifth.
 _DROPS, _FACTOR = (0.6, 0.75, 0.9), 0.2

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStreams", "fork", "join", "on_stream"]
-
 
 class SideStreams:
     """A stream for each branch in training on a GPU, unless ``on`` is False; made when it is first

@@ -16,8 +16,6 @@ from mose_fast import _loader
 from mose_fast.ops.checks import check_tensor, require
 from mose_fast.reference import adam as reference
 
-__all__ = ["MOST_TENSORS", "adam_step"]
-
 #: The largest number of gradients in one call.
 MOST_TENSORS = 24576
 

@@ -29,8 +29,6 @@ from mose_fast.reference import align_conv as reference
 from mose_fast.reference.align_conv import AlignedMap
 from mose_fast.reference.batch_norm import Norm
 
-__all__ = ["AlignedMap", "Norm", "Serves", "align_conv", "align_conv_serves"]
-
 
 def _check(
     x: Tensor,

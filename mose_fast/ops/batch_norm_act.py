@@ -31,8 +31,6 @@ from mose_fast.reference import batch_norm as reference_norm
 from mose_fast.reference import batch_norm_act as reference
 from mose_fast.reference.batch_norm import Norm
 
-__all__ = ["MOST_CONSUMERS", "Norm", "batch_norm_act", "norm_state"]
-
 #: The largest number of gradients that one backward pass adds up.
 MOST_CONSUMERS = 8
 

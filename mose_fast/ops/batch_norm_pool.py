@@ -20,8 +20,6 @@ from mose_fast.ops.checks import FLOATS, MAP, check_tensor
 from mose_fast.ops.maps import aligned_row, split_rows
 from mose_fast.ops.norm_pool import norm_pool
 
-__all__ = ["batch_norm_pool"]
-
 
 def batch_norm_pool(x: Tensor, norm: Norm, residual: Tensor, valid_rows: int | Tensor | None = None) -> Tensor:
     """Averages relu(norm(x) + residual) over the pixels.

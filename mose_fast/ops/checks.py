@@ -11,19 +11,6 @@ from torch import Tensor
 
 from mose_fast.reference.batch_norm import Norm
 
-__all__ = [
-    "FLOATS",
-    "MAP",
-    "check_choice",
-    "check_integer",
-    "check_norm",
-    "check_rows",
-    "check_statistics",
-    "check_tensor",
-    "require",
-    "wide_dtype",
-]
-
 #: The dtypes of feature maps and loss inputs.
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 #: The sizes of a feature map.

@@ -16,8 +16,6 @@ from mose_fast import _loader
 from mose_fast.ops.checks import FLOATS, check_choice, check_integer, check_rows, check_tensor, require
 from mose_fast.reference import expert_losses as reference
 
-__all__ = ["contrastive_loss", "expert_losses", "masked_cross_entropy", "self_distillation"]
-
 _DISTILLATIONS = ("off", "rsd", "sd")
 _REDUCTIONS = ("frobenius", "mean_of_norms")
 _WHICH = ("off", "last", "all")

@@ -8,8 +8,6 @@ import warnings
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "aligned_row", "say_once", "split_rows"]
-
 
 @functools.cache
 def say_once(text: str, stacklevel: int = 4) -> None:

@@ -18,8 +18,6 @@ from mose_fast.ops.checks import FLOATS, MAP, check_rows, check_tensor, wide_dty
 from mose_fast.ops.maps import aligned, aligned_row, say_once, split_rows
 from mose_fast.reference import norm_pool as reference
 
-__all__ = ["norm_pool"]
-
 
 def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
     """Averages relu(norm(x)) over the pixels: last norm, ReLU and pool of the network.

@@ -11,8 +11,6 @@ import torch
 from mose_fast import _loader
 from mose_fast.reference.null import null as reference
 
-__all__ = ["null"]
-
 
 def null(x: torch.Tensor) -> torch.Tensor:
     """Copies ``x``: ``x.clone(memory_format=torch.contiguous_format)``.

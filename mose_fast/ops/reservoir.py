@@ -14,8 +14,6 @@ from mose_fast.ops.checks import check_choice, check_integer, check_tensor
 from mose_fast.reference import reservoir as reference
 from mose_fast.reference.reservoir import SlotFilter
 
-__all__ = ["SlotFilter", "draw", "insert"]
-
 _BYTES, _INTEGERS = (torch.uint8,), (torch.int64,)
 # A constant, since the Dynamo of torch 2.11 cannot trace what lists the members of an enumeration.
 _FILTERS = tuple(SlotFilter)

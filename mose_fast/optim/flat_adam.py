@@ -11,8 +11,6 @@ from torch.autograd.graph import increment_version
 
 from mose_fast.ops.adam import adam_step
 
-__all__ = ["FlatAdam"]
-
 _ALIGNMENT = 64  # elements: each parameter's share of each buffer starts at a multiple of 128 bytes
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Options of torch.optim.Adam that this class does not have.

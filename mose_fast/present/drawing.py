@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "STYLE", "Look", "curve", "files", "grid", "legend", "looks_of"]
-
 #: Okabe-Ito: told apart by colour-blind readers; markers and dashes tell the curves apart in print.
 COLOURS = {
     "blue": "#0072B2",

@@ -11,8 +11,6 @@ from mose_fast.present.table import counted
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["environment", "fill"]
-
 
 def environment() -> Environment:
     """What reads the templates; texts are escaped."""

@@ -16,20 +16,6 @@ from typing import Any, NamedTuple
 from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import RunConfig, StreamConfig, read_table
 
-__all__ = [
-    "BASELINES",
-    "RUNS",
-    "Published",
-    "dataset",
-    "deviations",
-    "doubts",
-    "experts",
-    "lookup",
-    "method_name",
-    "numbers",
-    "own_row",
-]
-
 #: Runs behind each of the paper's means.
 RUNS = 15
 

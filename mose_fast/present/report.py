@@ -28,8 +28,6 @@ from mose_fast.present.table import counted
 from mose_fast.runs.files import RunError, remove_leftovers, write_atomically
 from mose_fast.runs.lock import FolderLock
 
-__all__ = ["FORMATS", "render_page", "write_report"]
-
 #: Endings of the files of a table.
 FORMATS = ("csv", "md", "tex")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["CURVES", "PANELS", "Picture", "figures"]
-
 #: Curves in a panel, panels in a figure, and bars in one, at most: beyond, the settings with the
 #: highest ACC are shown.
 CURVES, PANELS, BARS = 8, 12, 24

@@ -21,8 +21,6 @@ from mose_fast.present.statistics import Summary, summarise
 from mose_fast.runs.files import RunError, check_folders
 from mose_fast.runs.store import RunDamaged, find_runs, read_run
 
-__all__ = ["Group", "Run", "Skipped", "View", "group_runs", "read_folders"]
-
 # What data, machine and method's file made of the settings: equal names may stand for different
 # data and methods, and precision auto for different precisions.
 _RESOLVED = ("tasks", "classes", "image_size", "class_order", "precision", "method_version")

@@ -14,8 +14,6 @@ from mose_fast.present.report_runs import Group, View
 from mose_fast.present.statistics import Comparison, compare_all, holm, summarise
 from mose_fast.present.table import Cell, Interval, Number, Spread, Table, counted
 
-__all__ = ["comparison_table", "comparisons", "deviations", "images", "part_name", "seeds", "streams", "tables"]
-
 # Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
 # row per task.
 _WIDE = 20

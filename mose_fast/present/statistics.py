@@ -20,22 +20,6 @@ from mose_fast.present.table import counted
 from mose_fast.runs.files import RunError
 from mose_fast.runs.store import COLUMNS
 
-__all__ = [
-    "FEW_SEEDS",
-    "MADE",
-    "PROTOCOL",
-    "TASK",
-    "Comparison",
-    "IncomparableRuns",
-    "Summary",
-    "check_comparable",
-    "code_warnings",
-    "compare",
-    "compare_all",
-    "holm",
-    "summarise",
-]
-
 #: Below this many common seeds a comparison carries a warning: with fewer than six, the Wilcoxon
 #: test cannot fall below 0.05.
 FEW_SEEDS = 6

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Cell", "Interval", "Number", "Spread", "Table", "cell_text", "counted"]
-
 _NOTHING = "-"
 
 

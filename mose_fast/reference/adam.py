@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["adam_step"]
-
 
 def adam_step(
     master: Tensor,

@@ -10,8 +10,6 @@ from torch.nn import functional as F
 
 from mose_fast.reference.batch_norm import Norm, norm_state, normalised, without_padding
 
-__all__ = ["AlignedMap", "align_conv"]
-
 
 class AlignedMap(NamedTuple):
     """``y``: a convolution's result before its norm, [N, O, H', W']; ``state``: the state [4, O] of

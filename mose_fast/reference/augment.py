@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["GREY_WEIGHTS", "MIRROR", "apply_views", "augment", "crop", "grayscale", "jitter", "orient"]
-
 #: Orientation code of the full mirror.
 MIRROR = 3
 

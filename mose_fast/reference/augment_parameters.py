@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mose_fast.reference.philox import Purpose, philox, uniform_below32, unit
 
-__all__ = ["CONTRAST_FIRST", "GRAY", "JITTER", "Recipe", "draw_augment_parameters", "exponential"]
-
 #: Bits of the flags.
 GRAY, JITTER, CONTRAST_FIRST = 1, 2, 4
 

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Norm", "norm_state", "normalised", "without_padding"]
-
 
 class Norm(NamedTuple):
     """A batch norm's parameters and running statistics, each [C] in float32 (float64 beside float64

@@ -7,8 +7,6 @@ from torch.nn import functional as F
 
 from mose_fast.reference.batch_norm import Norm, norm_state, normalised, without_padding
 
-__all__ = ["batch_norm_act"]
-
 
 def batch_norm_act(
     x: Tensor,

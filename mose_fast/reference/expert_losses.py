@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["contrastive_loss", "expert_losses", "masked_cross_entropy", "self_distillation"]
-
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from mose_fast.reference.batch_norm import normalised, without_padding
 
-__all__ = ["norm_pool"]
-
 
 def norm_pool(x: Tensor, state: Tensor | None = None, valid_rows: int | Tensor | None = None) -> Tensor:
     """Computes the mean over the pixels of relu(scale (x - mean) + shift), or of x itself, in

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["null"]
-
 
 def null(x: torch.Tensor) -> torch.Tensor:
     """A new contiguous tensor with the values of ``x``; differentiable any number of times."""

@@ -12,8 +12,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-__all__ = ["Purpose", "philox", "philox4x32_10", "uniform_below", "uniform_below32", "unit"]
-
 _MASK = 0xFFFFFFFF
 
 

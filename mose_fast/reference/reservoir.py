@@ -12,8 +12,6 @@ from torch import Tensor
 
 from mose_fast.reference.philox import Purpose, philox, uniform_below
 
-__all__ = ["COUNTER", "SEED", "SEEN", "SlotFilter", "draw", "draw_keys", "insert", "reservoir_slots"]
-
 SEED, COUNTER, SEEN = 0, 1, 2
 
 

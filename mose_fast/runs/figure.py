@@ -13,8 +13,6 @@ import numpy as np
 from mose_fast.evaluate import running_accuracy
 from mose_fast.output import readable
 
-__all__ = ["accuracy_figure", "lettering"]
-
 # Okabe-Ito colours can be distinguished by colour-blind readers, markers in print.
 _COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
 _MARKERS = "osD^vP*X"

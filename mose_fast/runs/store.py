@@ -29,8 +29,6 @@ from mose_fast.streams.kinds import Kind
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["COLUMNS", "STORE", "RunDamaged", "Store", "collect", "find_runs", "read_run", "read_store", "setting_id"]
-
 #: Name of the table's file in a sweep's folder.
 STORE = "runs.sqlite"
 

@@ -29,8 +29,6 @@ from mose_fast.self_check.problems import (
     Views,
 )
 
-__all__ = ["OPS", "Case", "Row", "compared", "rows_of", "table"]
-
 DTYPES = (torch.float32, torch.bfloat16)
 
 #: SCR's, which has everything that a recipe can have.

@@ -35,8 +35,6 @@ from mose_fast.device import processor
 from mose_fast.processes import python
 from mose_fast.self_check.rows import OPS, Row
 
-__all__ = ["RESTART", "SWITCH", "Verdict", "check", "kind_of", "settle", "stored", "switched_off"]
-
 #: Environment variable; ``0``: no check.
 SWITCH = "MOSE_FAST_SELF_CHECK"
 

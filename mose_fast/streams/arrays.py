@@ -26,8 +26,6 @@ from mose_fast.streams.stream import (
     fingerprint,
 )
 
-__all__ = ["from_arrays", "from_batches"]
-
 # The batches of each task: images and labels.
 _Recorded = list[list[tuple[np.ndarray, np.ndarray]]]
 

@@ -18,8 +18,6 @@ from mose_fast.streams.decoding import Decoding, Source, decode_images
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.npz import arrays_of, read_npz
 
-__all__ = ["arrays_of_parts", "decode_resumably", "decoded_once", "stamp"]
-
 # In seconds.
 _DAY = 86400.0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mose_fast.settings.run import near_matches
 
-__all__ = ["names", "summary"]
-
 _SUMMARIES = {
     "digits": "scikit-learn's handwritten digits as 32x32 RGB, 5 tasks x 2 classes; no download",
     "split-mnist": "MNIST padded to 32x32 RGB, 5 tasks x 2 classes",

@@ -20,8 +20,6 @@ from mose_fast.streams.decoding import Decoding
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.npz import arrays_of, read_npz
 
-__all__ = ["cifar", "digits", "locate_cifar", "locate_mnist", "mnist"]
-
 CIFAR10_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _FINE_LABELS = """

@@ -17,8 +17,6 @@ from PIL import Image, UnidentifiedImageError
 from mose_fast import _dali
 from mose_fast.streams.draws import StreamError
 
-__all__ = ["Decoding", "Source", "Watch", "centre_square", "decode_image", "decode_images"]
-
 #: An image file: its name for messages, and what reads its bytes.
 Source = tuple[str, Callable[[], bytes]]
 

@@ -7,8 +7,6 @@ import numpy as np
 from mose_fast.errors import MoseFastError
 from mose_fast.settings.knob import plain, shown
 
-__all__ = ["StreamError", "draw_order", "draw_words"]
-
 
 class StreamError(MoseFastError, ValueError):
     """Unusable data; the message names the file or argument, what it was and what was wanted."""

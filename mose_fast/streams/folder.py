@@ -16,8 +16,6 @@ from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_o
 from mose_fast.streams.decoding import Decoding, Source, decode_images
 from mose_fast.streams.draws import StreamError
 
-__all__ = ["SUFFIXES", "read_file", "read_folder"]
-
 #: The file types that are read.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 

@@ -22,8 +22,6 @@ from mose_fast.streams.draws import StreamError, draw_order, draw_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Kind", "arrival_order", "long_tail"]
-
 # Purpose words of the draws, above that of the class order and below those of held-out images; to
 # them are added the place of a class among the sorted labels (_KEPT), a task (_DISJOINT), a class
 # (_MOVED), and 1 for the second draw (_CUTS).

@@ -9,8 +9,6 @@ import numpy as np
 
 from mose_fast.streams.draws import StreamError
 
-__all__ = ["SPLITS", "arrays_of", "read_npz"]
-
 #: The parts of a data set.
 SPLITS = ("train", "test")
 

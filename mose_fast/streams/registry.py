@@ -19,8 +19,6 @@ from mose_fast.streams.folder import read_folder
 from mose_fast.streams.npz import SPLITS, arrays_of, read_npz
 from mose_fast.streams.stream import Stream
 
-__all__ = ["check_fingerprint", "create", "locate"]
-
 
 @dataclass(frozen=True)
 class _Entry:

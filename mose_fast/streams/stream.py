@@ -16,8 +16,6 @@ from torch import Tensor
 from mose_fast.streams.draws import StreamError, draw_order
 from mose_fast.streams.kinds import Kind
 
-__all__ = ["NORMALISATIONS", "HeldOut", "Normalisation", "Stream", "fingerprint"]
-
 
 @dataclass(frozen=True)
 class Normalisation:

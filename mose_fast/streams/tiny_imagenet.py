@@ -18,8 +18,6 @@ from mose_fast.streams.decoding import Decoding
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.folder import read_file
 
-__all__ = ["CACHE", "FOLDER", "SOURCE", "ZIP", "find", "read"]
-
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"
 CACHE = f"{FOLDER}.decoded.npz"

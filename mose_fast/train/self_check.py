@@ -26,8 +26,6 @@ from mose_fast.self_check.verdict import RESTART, kind_of, switched_off
 from mose_fast.settings.run import RunConfig
 from mose_fast.train.captured import CapturedSteps
 
-__all__ = ["captured_rows", "main", "step_rows"]
-
 #: What luck may spare PyTorch's few losses, of their norm: four roundings to bf16.
 FLOOR = 2.0**-7
 #: Steps of the tiny network. Of captured ones the first is eager, and the second is captured.

@@ -9,8 +9,6 @@ from torch import Tensor
 from mose_fast.self_check.problems import Problem
 from mose_fast.self_check.rows import compared
 
-__all__ = ["check", "results"]
-
 
 def results(problem: Problem, function: Any, *args: Any, **options: Any) -> list[Tensor]:
     """The results of a function in their order."""

@@ -1,9 +1,9 @@
 // The headers that every back end's decisions come from, as a plain program: g++ and nvcc (host
 // side) must make the same.
 //
-//   host_decisions philox c0 c1 c2 c3 k0 k1              the four output words of one Philox call, hexadecimal
-//   host_decisions exponential                           exact::exponential at i / 40000, i = -12000 ... 12000, as raw fp64
-//   host_decisions views SEED COUNT HEIGHT WIDTH         CRC-32 of COUNT views of the SCR recipe, as check_views below draws them
+//   host_decisions philox c0 c1 c2 c3 k0 k1        the four output words of one Philox call, hexadecimal
+//   host_decisions exponential                     exact::exponential at i / 40000, i = -12000 ... 12000, as raw fp64
+//   host_decisions views SEED COUNT HEIGHT WIDTH   CRC-32 of COUNT views of the SCR recipe, by check_views
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>

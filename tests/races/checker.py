@@ -17,8 +17,6 @@ from functools import cache
 from itertools import count
 from types import CodeType
 
-__all__ = ["Access", "Checker", "Memory", "Race", "RaceError"]
-
 # Reports that are kept; one fault may show in every step.
 _MOST_RACES = 200
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from tests.races.simulated_gpu import SimulatedGpu
 
-__all__ = ["SimulatedPipeline", "build"]
-
 
 class _Made:
     def __init__(self, tensor: Tensor) -> None:

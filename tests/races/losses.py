@@ -6,8 +6,6 @@ from typing import Any
 
 from mose_fast.train import Listener
 
-__all__ = ["Losses"]
-
 
 class Losses(Listener):
     def __init__(self) -> None:

@@ -38,8 +38,6 @@ from mose_fast import _loader
 from mose_fast.ops import align_conv, batch_norm_act, batch_norm_pool
 from tests.races.checker import Checker, Memory, Race
 
-__all__ = ["Event", "SimulatedGpu", "Stream"]
-
 _CUDA = torch.device("cuda", 0)
 
 # Where memory lies.

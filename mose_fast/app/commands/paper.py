@@ -8,8 +8,6 @@ from pathlib import Path
 from mose_fast.app.flags import FLAGS, add_flags, add_place, add_wandb, changes_of, command, place
 from mose_fast.settings.run import RunConfig
 
-__all__ = ["add"]
-
 # What the description of a table says.
 _DESCRIBED = ("method", "preset", "memory", "epochs", "seed", "evaluate_on")
 

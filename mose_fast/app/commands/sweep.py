@@ -10,8 +10,6 @@ from mose_fast.app.shown import caution
 from mose_fast.learner.named_settings import assignment
 from mose_fast.settings.run import ConfigError, RunConfig
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     many = command(

@@ -8,8 +8,6 @@ from pathlib import Path
 from mose_fast.app.flags import FLAGS, add_flags, add_place, changes_of, command, place
 from mose_fast.settings.run import RunConfig, StreamConfig
 
-__all__ = ["add"]
-
 
 def add(commands: argparse._SubParsersAction) -> None:
     search = command(

@@ -16,32 +16,6 @@ from mose_fast.settings.run import RunConfig
 if TYPE_CHECKING:
     from mose_fast.present.statistics import Summary  # scipy takes a second, which a list of the tables need not pay
 
-__all__ = [
-    "BASELINE_PRESETS",
-    "CIFAR",
-    "DATA_SETS",
-    "DEFAULT_PRESETS",
-    "MAIN_MEMORIES",
-    "NO_NUMBER",
-    "RULE",
-    "SMALL_MEMORIES",
-    "TASKS",
-    "TINY",
-    "Entry",
-    "Figure",
-    "Panel",
-    "PaperTable",
-    "Part",
-    "Presets",
-    "Verdict",
-    "baseline",
-    "by_memory",
-    "by_task",
-    "final_by_task",
-    "mose",
-    "thousands",
-]
-
 #: The data sets of the tables, by the names of their streams.
 DATA_SETS = CIFAR, TINY = "split-cifar100", "split-tiny-imagenet"
 MAIN_MEMORIES = (1000, 2000, 5000)

@@ -22,8 +22,6 @@ from mose_fast.experiments.paper.description import (
     thousands,
 )
 
-__all__ = ["bof", "dilemma"]
-
 _SECTION = "The overfitting-underfitting dilemma"
 _EPOCHS = (1, 2, 4, 8)
 

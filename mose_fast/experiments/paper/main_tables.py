@@ -20,8 +20,6 @@ from mose_fast.experiments.paper.description import (
 )
 from mose_fast.present.published import BASELINES, doubts, numbers, own_row
 
-__all__ = ["cost", "small_buffers", "table1_cifar", "table1_tiny", "time"]
-
 _MOE_NOTE = (
     "Section 5.2 says that MOE-MOSE is run without reverse self-distillation (RSD); tab:moe_acc has 55.72 without and"
     " 55.59 with it at M = 5k, where tab:acc_af prints 55.6. Both are shown, each beside the same numbers. The mean of"

@@ -18,8 +18,6 @@ from mose_fast.present.table import counted
 from mose_fast.runs.files import RunFolder
 from mose_fast.runs.store import read_run
 
-__all__ = ["FinishedRun", "FinishedRuns", "Measured", "place"]
-
 # What the list of runs needs of the results: the matrices of a hundred tasks are large.
 _FACTS = ("seconds", "gpu", "processor", "threads", "versions", "commit", "native_backend", "config", "resolved")
 

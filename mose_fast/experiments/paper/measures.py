@@ -16,22 +16,6 @@ from numpy.typing import NDArray
 
 from mose_fast.evaluate import buffer_overfitting
 
-__all__ = [
-    "MACS",
-    "MINUTES",
-    "PARAMETERS",
-    "TRAINING_MINUTES",
-    "Metric",
-    "Results",
-    "accuracy_after",
-    "average_accuracy",
-    "best_final_accuracy",
-    "forgetting",
-    "new_task_accuracy",
-    "overfitting",
-    "overfitting_of_old_tasks",
-]
-
 #: Contents of a ``results.json``.
 Results = Mapping[str, Any]
 

@@ -18,8 +18,6 @@ from mose_fast.present.statistics import Summary, code_warnings, summarise
 from mose_fast.present.table import Cell, Interval, Number, Spread, Table, cell_text
 from mose_fast.settings.knob import as_text
 
-__all__ = ["MARK", "Section", "cautions", "listing", "overview", "text_page", "web_page"]
-
 #: What tells a page of this command from any other file, in its head.
 MARK = ("generator", "mose-fast paper")
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from mose_fast.present.statistics import Summary
 
-__all__ = ["KINDS", "PRINT_STYLE", "draw", "figure_files", "write_figures"]
-
 #: Files of a figure, by ending.
 KINDS = ("svg", "pdf", "png")
 

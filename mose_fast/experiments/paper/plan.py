@@ -15,8 +15,6 @@ from mose_fast.learner.named_settings import all_settings, dotted, telling_apart
 from mose_fast.settings.knob import as_text, plain
 from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig, method_settings, near_matches
 
-__all__ = ["Plan", "all_plans", "data_sets", "departure_lines", "stem_of"]
-
 
 class Plan:
     """The runs behind a table of the paper.

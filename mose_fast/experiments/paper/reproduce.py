@@ -23,8 +23,6 @@ from mose_fast.settings.knob import plain
 from mose_fast.settings.run import ConfigError
 from mose_fast.streams import StreamError
 
-__all__ = ["ALL", "run_table"]
-
 #: The name that stands for all tables.
 ALL = "all"
 

@@ -36,8 +36,6 @@ from mose_fast.experiments.paper.main_tables import cost, small_buffers, table1_
 from mose_fast.present.published import Published, numbers
 from mose_fast.settings.run import ConfigError, method_settings, near_matches
 
-__all__ = ["TABLES", "describe"]
-
 _SECTION = "Ablation and analysis"
 _AVERAGE, _FINAL = "average accuracy (%)", "final accuracy (%)"
 _NO_AVERAGES = f"Average accuracies after each task: {NO_NUMBER} Their last points are the averages of the final ones."

@@ -23,8 +23,6 @@ from mose_fast.settings.run import ConfigError, RunConfig
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["NothingTuned", "Tuned", "check_writable", "conclude"]
-
 # Of a study alone: the run that measures on test images has all tasks and images.
 _OF_STUDY = {
     "evaluate_on",

@@ -11,8 +11,6 @@ from mose_fast.learner.named_settings import all_settings, full_name, with_chang
 from mose_fast.settings.knob import Search, Setting
 from mose_fast.settings.run import ConfigError, RunConfig, read_table, shown
 
-__all__ = ["Axis", "check_values", "declared_space", "read_space"]
-
 
 @dataclass(frozen=True)
 class Axis:

@@ -22,8 +22,6 @@ from mose_fast.settings.run import ConfigError
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["Study", "import_optuna"]
-
 # Trials at random before the sampler models the others; trials before the pruner compares.
 _RANDOM_TRIALS = 5
 _COMPARED_TRIALS = 4

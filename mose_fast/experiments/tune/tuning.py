@@ -38,8 +38,6 @@ from mose_fast.settings.run import ConfigError, RunConfig, shown
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["Tuned", "tune"]
-
 #: What a study evaluates on unless it is told another share.
 _VALIDATION = {"evaluate_on": "validation", "stream.validation": 0.1}
 
