@@ -285,7 +285,7 @@ class Loop:
         self.learner.after_step = after_step
         try:
             yield
-            if self.learner.model.latch:
+            if self.learner.diverged:
                 raise TrainingDiverged(
                     f"a loss is not finite in the training for the end of task {self.position['task'] + 1} or its"
                     f" evaluation; {_AGAINST_DIVERGENCE} The newest is the state before this training."

@@ -197,7 +197,7 @@ class _Tuning(Experiment):
         numbers = self.numbers[start : start + self.together]
         while len(self.study.trials) < numbers.stop:
             self.study.ask(known=start)
-        self.known, self.trials = start, []
+        self.earlier, self.trials = start, []
         for trial in self.study.trials[start : numbers.stop]:
             if trial.state.is_finished():
                 for record in self.runs[trial.number]:
@@ -241,7 +241,7 @@ class _Tuning(Experiment):
             return
         after = list(zip(*map(self._after_tasks, running.records), strict=False))
         running.values = [float(np.mean(values)) for values in after]
-        running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.known)
+        running.stopped = self.study.hopeless(running.trial.params, [*map(max, after)], self.earlier)
         if running.stopped is not None:
             running.values = running.values[: running.stopped + 1]
             for record in running.records:
