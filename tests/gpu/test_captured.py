@@ -24,6 +24,7 @@ from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.pipeline import LossReader, Taken
 from mose_fast.train.ring import Ring
+from tests.unit.train.small import outcome as compared
 
 pytestmark = pytest.mark.needs("graphs")
 
@@ -71,10 +72,7 @@ class Losses(Listener):
 
 
 def outcome(results: dict) -> dict:
-    hidden = ("seconds", "resumed", "peak_memory_bytes", "commit", "config")
-    return {name: value for name, value in results.items() if name not in hidden} | {
-        "resolved": {**results["resolved"], "step": None}
-    }
+    return compared(results) | {"resolved": {**results["resolved"], "step": None}}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])

@@ -11,9 +11,10 @@ from mose_fast import _dali, _loader
 from mose_fast.augment import ViewMaker
 from mose_fast.methods import create_learner
 from mose_fast.settings.run import RunConfig
-from mose_fast.train import Listener, run
 from mose_fast.train import pipeline as pipeline_module
+from mose_fast.train import run
 from mose_fast.train.ring import Feeder, Ring
+from tests.listeners import Losses
 
 pytestmark = pytest.mark.skipif(_dali.obstacle() is not None, reason="DALI is not installed")
 
@@ -202,14 +203,6 @@ RUN = {
 }
 
 
-class Losses(Listener):
-    def __init__(self) -> None:
-        self.all = []
-
-    def on_batch(self, batch, losses):
-        self.all.append(losses)
-
-
 @pytest.mark.needs("streams")
 @pytest.mark.parametrize("step", ["captured", "eager"])
 def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch):
@@ -222,11 +215,11 @@ def test_a_run_is_fed_ahead_and_any_depth_gives_the_same_bits(step, monkeypatch)
         listener = Losses()
         results = run(RunConfig.create(**RUN, feed="dali", step=step), listeners=[listener])
         assert results["resolved"]["feed"] == "dali"
-        found[depth] = listener.all, results["weights_sha256"]
+        found[depth] = listener.told, results["weights_sha256"]
     assert found[4] == found[1]
     fused = Losses()
     run(RunConfig.create(**RUN, feed="fused", step=step), listeners=[fused])
-    ours, wanted = ([losses["loss"] for losses in told[1:5]] for told in (found[4][0], fused.all))
+    ours, wanted = ([losses["loss"] for _, losses in told[1:5]] for told in (found[4][0], fused.told))
     assert ours == pytest.approx(wanted, rel=1e-3)
 
 

@@ -13,7 +13,8 @@ import torch
 from mose_fast import _loader
 from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import from_arrays
-from mose_fast.train import Listener, resume, run
+from mose_fast.train import resume, run
+from tests.listeners import StopAt
 
 DEVICE = _loader.gpu()
 
@@ -154,15 +155,6 @@ def test_a_padded_step_of_mose_is_the_bare_one(precision):
     assert kinds == [True, False, False]
 
 
-class Stop(Listener):
-    def __init__(self, batch: int):
-        self.batch = batch
-
-    def on_batch(self, batch, losses):
-        if batch == self.batch:
-            raise RuntimeError("broken off")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_ends_with_the_same_bits(precision, tmp_path):
@@ -174,7 +166,7 @@ def test_a_resumed_run_ends_with_the_same_bits(precision, tmp_path):
     settings["options"] = {"buffer_batch": 4, "new_extra": 2, "experts": 2}
     whole = run(stream=stream, **settings)
     with pytest.raises(RuntimeError, match="broken off"):
-        run(stream=stream, out=tmp_path, listeners=[Stop(3)], **settings)
+        run(stream=stream, out=tmp_path, listeners=[StopAt(3, RuntimeError("broken off"))], **settings)
     resumed = resume(tmp_path, stream=stream)
     assert resumed["resumed"] == 1 and resumed["resolved"]["kernels"] == "fused"
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]

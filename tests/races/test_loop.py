@@ -23,8 +23,8 @@ from mose_fast.settings.run import RunConfig
 from mose_fast.train import Listener, TrainingDiverged, resume, run
 from mose_fast.train.captured import CapturedSteps, capture
 from mose_fast.train.ring import Ring
+from tests.listeners import Losses
 from tests.races.checker import RaceError
-from tests.races.losses import Losses
 from tests.races.simulated_gpu import Event, SimulatedGpu, Stream
 
 pytestmark = [

@@ -22,7 +22,7 @@ from mose_fast.settings.run import METHOD_SETTINGS, RunConfig
 from mose_fast.train import TrainingDiverged, resume, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.captured import CapturedSteps
-from tests.races.losses import Losses
+from tests.listeners import Losses
 from tests.races.simulated_gpu import SimulatedGpu
 from tests.unit.learner.ema import entered
 

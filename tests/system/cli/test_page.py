@@ -7,6 +7,7 @@ import re
 from mose_fast.app.cli import build_parser
 from mose_fast.app.flags import read_settings
 from mose_fast.settings.knob import as_text
+from tests.help_text import flags_of
 from tests.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -14,10 +15,9 @@ PAGE = (DOCS / "command_line.md").read_text()
 SETTINGS = (DOCS / "settings.md").read_text()
 
 
-def test_page_lists_every_flag_of_run_and_no_other(call, monkeypatch):
+def test_page_lists_every_flag_of_run_and_no_other(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    _, out, _ = call("run", "--help")
-    in_help = set(re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE))
+    in_help = flags_of("run", capsys)
     assert len(in_help) == 32
     of_settings = set(re.findall(r"^\| `[a-z._]+` \|.*?\| `(--[a-z-]+)` \|", SETTINGS, re.MULTILINE))
     others = set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE))

@@ -3,13 +3,12 @@
 import json
 import re
 
-import pytest
-
 from mose_fast.app.cli import main
 from mose_fast.experiments.grid import axes_of, grid_cells, read_file
 from mose_fast.runs.store import read_store
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted
+from tests.help_text import flags_of
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "sweeps.md").read_text()
@@ -85,12 +84,7 @@ def test_exit_codes(tmp_path, engine, capsys, monkeypatch):
 
 def test_page_describes_every_flag(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    flags = {}
-    for command in ("run", "sweep"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        flags[command] = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    own = flags["sweep"] - flags["run"]
+    own = flags_of("sweep", capsys) - flags_of("run", capsys)
     assert own >= {"--grid", "--seeds", "--workers", "--per-gpu", "--gpus", "--engine", "--address", "--dry-run"}
     assert {flag for flag in own if flag not in PAGE} == set()
 

@@ -17,8 +17,8 @@ from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Interrupted, resume, run
+from tests.listeners import StopAt
 from tests.unit.learner.ema import Ema, entered
-from tests.unit.train.stop_at import StopAt
 
 
 @pytest.fixture(autouse=True)

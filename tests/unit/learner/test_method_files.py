@@ -24,7 +24,7 @@ from mose_fast.present.report_runs import group_runs, read_folders
 from mose_fast.present.statistics import check_comparable
 from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig
 from mose_fast.train import Interrupted, RunError, resume, run
-from tests.unit.train.stop_at import StopAt
+from tests.listeners import StopAt
 
 FILE = """
 from mose_fast.methods import BaselineOptions, Preset, ReplayLearner, method

@@ -19,6 +19,7 @@ from mose_fast.settings.knob import settings_of
 from mose_fast.settings.run import ConfigError, RunConfig
 from mose_fast.streams import from_arrays
 from mose_fast.train import Listener, resume, run
+from tests.listeners import StopAt
 from tests.unit.methods.by_hand import bits
 
 NAMES = tuple(METHODS)
@@ -381,17 +382,6 @@ def test_losses_have_no_side_effect(name, make, teach, batch):
 # The loop
 
 
-class Interrupt(Listener):
-    """Breaks off in the middle of a task."""
-
-    def __init__(self, batch: int):
-        self.batch = batch
-
-    def on_batch(self, batch, losses):
-        if batch == self.batch:
-            raise RuntimeError("broken off")
-
-
 @pytest.mark.slow
 @every
 def test_a_run_and_its_resumption(name, stream, tmp_path):
@@ -401,7 +391,7 @@ def test_a_run_and_its_resumption(name, stream, tmp_path):
     assert errors == []
     assert whole["config"]["method"] == name and whole["steps"] > 0
     with pytest.raises(RuntimeError, match="broken off"):
-        run(config, stream=stream, out=tmp_path / "part", listeners=[Interrupt(7)])
+        run(config, stream=stream, out=tmp_path / "part", listeners=[StopAt(7, RuntimeError("broken off"))])
     resumed = resume(tmp_path / "part", stream=stream)
     assert resumed["resumed"] == 1
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["accuracy"] == whole["accuracy"]
@@ -417,7 +407,7 @@ def test_a_run_with_the_switches_of_all_methods_and_its_resumption(name, stream,
     # 5 batches a task, of which MOSE only stores the first; 24 slots in the review of each task.
     assert whole["steps"] == 2 * (10 - (name == "mose")) + 2 * 3
     with pytest.raises(RuntimeError, match="broken off"):
-        run(config, stream=stream, out=tmp_path / "part", listeners=[Interrupt(7)])
+        run(config, stream=stream, out=tmp_path / "part", listeners=[StopAt(7, RuntimeError("broken off"))])
     resumed = resume(tmp_path / "part", stream=stream)
     assert resumed["weights_sha256"] == whole["weights_sha256"] and resumed["steps"] == whole["steps"]
 

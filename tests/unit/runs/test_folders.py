@@ -16,8 +16,8 @@ from mose_fast.runs.files import LOCK
 from mose_fast.runs.lock import FolderLock, FolderLocked
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, Listener, RunError, resume, run
+from tests.listeners import StopAt
 from tests.paths import ROOT
-from tests.unit.train.stop_at import StopAt
 
 CONFIG = RunConfig.create(stream={"name": "digits", "limit_per_task": 2}, width=1, memory=64, device="cpu")
 
@@ -171,12 +171,8 @@ def test_a_folder_is_held_while_a_run_works_in_it(tmp_path):
 
 
 def test_a_failed_run_lets_go(tmp_path):
-    class Crash(Listener):
-        def on_batch(self, batch, losses):
-            raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        run(CONFIG, out=tmp_path, listeners=[Crash()])
+        run(CONFIG, out=tmp_path, listeners=[StopAt(1, ZeroDivisionError)])
     resume(tmp_path)
 
 

@@ -21,7 +21,7 @@ from mose_fast.runs.checkpoint import load_checkpoint, save_checkpoint
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import StreamError, from_arrays
 from mose_fast.train import CheckpointError, Interrupted, RunError, resume, run
-from tests.unit.train.stop_at import StopAt
+from tests.listeners import StopAt
 
 BATCHES = 6
 

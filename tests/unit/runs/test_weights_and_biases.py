@@ -9,7 +9,7 @@ from mose_fast.runs.weights_and_biases import WeightsAndBiases
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import create
 from mose_fast.train import Interrupted, RunError, resume, run
-from tests.unit.train.stop_at import StopAt
+from tests.listeners import StopAt
 
 CONFIG = RunConfig.create(stream={"name": "digits", "tasks": 2, "limit_per_task": 30}, width=1, memory=64, device="cpu")
 

@@ -27,7 +27,7 @@ from mose_fast.self_check.rows import Row
 from mose_fast.self_check.verdict import Verdict
 from mose_fast.streams import from_arrays
 from mose_fast.train import Interrupted, resume, run
-from tests.unit.train.stop_at import StopAt
+from tests.listeners import StopAt
 
 PASSED = Verdict("passed", (Row("null", "some", 0.5, 1.0, "y"),), at="2026-11-29T12:00:00+00:00")
 ROWS = (

@@ -16,8 +16,8 @@ from mose_fast.runs.results import schema, summary
 from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, RunConfig
 from mose_fast.streams import StreamError, create, from_arrays
 from mose_fast.train import Interrupted, Listener, resume, run
+from tests.listeners import StopAt
 from tests.unit.train.small import small_stream
-from tests.unit.train.stop_at import StopAt
 
 # 80 images in 12 batches of 7, three a part.
 STREAM = {"name": "digits", "limit_per_task": 16, "batch": 7, "tasks": 5, "imbalance": 4, "blur": 0.3, "disjoint": 0.5}

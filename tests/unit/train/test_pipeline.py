@@ -14,8 +14,8 @@ from mose_fast.streams import create
 from mose_fast.train import Interrupted, run
 from mose_fast.train import pipeline as pipeline_module
 from mose_fast.train.pipeline import Batch, Pipeline, incoming
+from tests.listeners import StopAt
 from tests.unit.train.small import TWO_TASKS
-from tests.unit.train.stop_at import StopAt
 
 SETTINGS = {**TWO_TASKS, "feed": "fused", "kernels": "torch"}
 SMALL = RunConfig.create(

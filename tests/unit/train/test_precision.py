@@ -9,8 +9,8 @@ from mose_fast.device import Choice
 from mose_fast.methods import create_learner
 from mose_fast.settings.run import RunConfig
 from mose_fast.train import Interrupted, resume, run
+from tests.listeners import StopAt
 from tests.unit.train.small import TWO_TASKS, small_stream
-from tests.unit.train.stop_at import StopAt
 
 SETTINGS = {**TWO_TASKS, "width": 8}
 LEARNER = {"method": "mose", "classes": 4, "width": 1, "memory": 30, "device": "cpu"}

@@ -12,6 +12,7 @@ from mose_fast.experiments.paper.plan import Plan
 from mose_fast.experiments.paper.tables import TABLES
 from mose_fast.runs.store import read_run
 from mose_fast.settings.run import RunConfig
+from tests.help_text import flags_of
 from tests.paths import ROOT
 
 PAGES = {name: ROOT / "docs" / name for name in ("paper.md", "command_line.md", "paper/README.md")}
@@ -230,13 +231,8 @@ def test_list(capsys):
 
 def test_pages_describe_every_flag_and_every_name(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    flags = {}
-    for command in ("run", "paper"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        flags[command] = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
     page = PAGES["paper.md"].read_text()
-    own = flags["paper"] - flags["run"] | {"--preset", "--out", "--set"}
+    own = flags_of("paper", capsys) - flags_of("run", capsys) | {"--preset", "--out", "--set"}
     assert own > {"--seeds", "--workers", "--dry-run"}
     for word in (*TABLES, *own):
         assert f"`{word}" in page, word
