@@ -65,7 +65,7 @@ mutants: $(VENV)/mutants.stamp
 	@echo "no test noticed these (mutmut show NAME):"
 	@$(VENV)/bin/mutmut results | grep -E ': (survived|no tests|timeout)' || echo "none"
 
-# The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no card.
+# The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no GPU.
 PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
 nightly: mutants
 	$(VENV)/bin/python $(PTX_ON_CPU) .

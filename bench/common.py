@@ -183,7 +183,7 @@ def repetitions(call: Callable[[], object], budget: float = 0.5) -> tuple[int, i
     return max(5, min(100, int(budget / (once * iterations)))), iterations
 
 
-def time_on_card(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
+def time_on_gpu(calls: Sequence[Callable[[], object]], captured: bool) -> tuple[list[float], int, int]:
     """Times ``calls``, which do the same on different inputs and alternate, by CUDA events: inside
     a captured graph as in a captured training step, or eagerly. A round is about 20 calls, so that
     the gap between two graph launches does not count.

@@ -26,7 +26,7 @@ from bench.common import (
     in_microseconds,
     no_native_code,
     repetitions,
-    time_on_card,
+    time_on_gpu,
 )
 from mose_fast._version import git_commit
 from mose_fast.app.bench import copy_rate
@@ -85,7 +85,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
     """
 
     def describe(case: Case) -> dict[str, object]:
-        card = torch.cuda.get_device_name() if case.device == "cuda" else processor()
+        gpu = torch.cuda.get_device_name() if case.device == "cuda" else processor()
         return {
             "op": case.op,
             "impl": case.impl,
@@ -98,7 +98,7 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
             "cuda": torch.version.cuda or "",
             "python": platform.python_version(),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-            "card": card,
+            "processor": gpu,
             "threads": torch.get_num_threads(),
         }
 
@@ -130,10 +130,10 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
 
     def run(case: Case, make_call: Callable[[Case], Callable[[], object]]) -> None:
         skip_without(case)
-        on_card = case.device == "cuda"
+        on_gpu = case.device == "cuda"
         torch.manual_seed(0)
         torch.compiler.reset()  # else the ninth shape of one function would run uncompiled, silently
-        call, *others = (make_call(case) for _ in range(case.sets if on_card and benchmark.enabled else 1))
+        call, *others = (make_call(case) for _ in range(case.sets if on_gpu and benchmark.enabled else 1))
         benchmark.group = case.group
         if not benchmark.enabled:  # --benchmark-disable: does it still run?
             benchmark.pedantic(call)
@@ -141,8 +141,8 @@ def measure(request, benchmark, commit) -> Callable[[Case, Callable[[Case], Call
 
         info = benchmark.extra_info
         info.update(describe(case))
-        if on_card:
-            seconds, launches, peak = time_on_card([call, *others], case.captured)
+        if on_gpu:
+            seconds, launches, peak = time_on_gpu([call, *others], case.captured)
             if case.bytes_moved is not None:
                 info.update(
                     bytes_needed=case.bytes_needed, copy_bytes_per_us=round(request.getfixturevalue("copied") / 1e6)

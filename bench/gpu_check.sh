@@ -53,7 +53,7 @@ export python device out work data cores
 # ---- estimates as long as docs/benchmarks.md says that no step has run on a GPU.
 
 steps() {
-  if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/card/kernel_check; fi
+  if [[ -n $prebuilt ]]; then checker=$prebuilt/kernel_check; else checker=build/gpu/kernel_check; fi
   [[ -n $prebuilt ]] || step build 110 240 bash -c build_all
   step library 8 40 bash -c check_library
   step self_check 10 40 "$python" -m mose_fast doctor --check
@@ -118,9 +118,9 @@ build_all() {
   export MAX_JOBS=$((cores > 3 ? cores / 2 : 1)) MOSE_FAST_BACKEND=cuda TORCH_CUDA_ARCH_LIST=$archs
   "$python" -m pip install --no-build-isolation --no-deps --no-index --disable-pip-version-check -e . &
   local module=$!
-  cmake -S . -B build/card -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
+  cmake -S . -B build/gpu -G Ninja -DMOSE_FAST_MODULE=OFF "-DMOSE_FAST_ARCHS_WANTED=$archs" \
     "-DPython_EXECUTABLE=$("$python" -c 'import sys; print(sys.executable)')" \
-    && cmake --build build/card --target kernel_check
+    && cmake --build build/gpu --target kernel_check
   local check=$?
   wait "$module" && return "$check"
 }
@@ -237,8 +237,8 @@ finish() {
     note "$(printf '%-24s %s' "$last" "FAILED: interrupted")"
     status=1
   fi
-  rows=$out/$card.csv
-  if [[ -s $rows ]]; then "$python" -m bench.store --show "$rows" >"$out/$card.txt" 2>>"$log" || status=1; fi
+  rows=$out/$processor.csv
+  if [[ -s $rows ]]; then "$python" -m bench.store --show "$rows" >"$out/$processor.txt" 2>>"$log" || status=1; fi
   if ((${#left[@]})); then
     status=1
     note "not run for lack of time: ${left[*]}"
@@ -247,7 +247,7 @@ finish() {
   printf '\n== %s s in all; results in %s\n' "$SECONDS" "$out"
   printf '%s\n' "${summary[@]}"
   if [[ -s $rows ]]; then
-    printf '\n' && cat "$out/$card.txt"
+    printf '\n' && cat "$out/$processor.txt"
     printf 'to keep these rows: python -m bench.store %s\n' "$rows"
   fi
   exit "$status"
@@ -281,8 +281,8 @@ if ! found=$(nvidia-smi --query-gpu=compute_cap,name --format=csv,noheader | hea
   exit 1
 fi
 export archs=${found%%,*}
-card=$(sed 's/[^a-z0-9]\+/-/g' <<<"$(tr '[:upper:]' '[:lower:]' <<<"${found#*, }")")
-if [[ $device == cpu ]]; then card=cpu; fi
+processor=$(sed 's/[^a-z0-9]\+/-/g' <<<"$(tr '[:upper:]' '[:lower:]' <<<"${found#*, }")")
+if [[ $device == cpu ]]; then processor=cpu; fi
 if [[ -n $prebuilt ]]; then
   "$python" -m bench.prebuilt "$prebuilt" || exit 1
   export MOSE_FAST_NATIVE=$prebuilt

@@ -49,8 +49,8 @@ def results_of(config: dict[str, Any], runs: int, at_a_time: int, *, mps: bool =
     with tempfile.TemporaryDirectory() as out:
         folder = SweepFolder(out)
         folder.create()
-        card = "0" if config["device"] == "cuda" else None
-        engine = LocalEngine([card] * at_a_time, max(1, usable_cores() // at_a_time), folder.logs, mps=mps)
+        gpu = "0" if config["device"] == "cuda" else None
+        engine = LocalEngine([gpu] * at_a_time, max(1, usable_cores() // at_a_time), folder.logs, mps=mps)
         waiting, ended = list(range(runs)), 0
         try:
             while ended < runs:

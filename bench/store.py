@@ -23,11 +23,11 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 #: From ``graph`` to ``copy_bytes_per_us`` for GPUs only. Peak memory is that of one call in bytes,
 #: outputs included, inputs not; the three after the target are there where an op is bound by bytes,
-#: and its inputs then were not in the GPU's cache. ``card`` names the GPU or the processor.
+#: and its inputs then were not in the GPU's cache. ``processor`` names the GPU or the CPU.
 COLUMNS = (
     *("op", "impl", "direction", "shape", "dtype", "device", "median_us", "p20_us", "p80_us"),
     *("graph", "peak_bytes", "launches", "target_us", "bytes_needed", "bytes_moved", "copy_bytes_per_us"),
-    *("card", "torch", "cuda", "python", "threads", "commit", "date"),
+    *("processor", "torch", "cuda", "python", "threads", "commit", "date"),
 )
 
 Row = dict[str, str]
@@ -52,7 +52,11 @@ def read_csv(text: str) -> list[Row]:
 
 def file_name(row: Row) -> str:
     """The name of a row's file: ``cpu.csv``, or the GPU's name in lower case with hyphens."""
-    return "cpu.csv" if row["device"] == "cpu" else re.sub(r"[^a-z0-9]+", "-", row["card"].lower()).strip("-") + ".csv"
+    return (
+        "cpu.csv"
+        if row["device"] == "cpu"
+        else re.sub(r"[^a-z0-9]+", "-", row["processor"].lower()).strip("-") + ".csv"
+    )
 
 
 def append(rows: Iterable[Row], folder: Path) -> list[Path]:
@@ -151,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = rows[0]
     print(table(rows))
     print(
-        f"\n{first['card']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']};"
+        f"\n{first['processor']}; torch {first['torch']}, CUDA {first['cuda'] or 'none'}; commit {first['commit']};"
         f" {first['date']}"
     )
     if not options.show:

@@ -1,6 +1,6 @@
 """Checks what every kernel takes against budgets.
 
-    python -m build_tools.kernel_budget          # compiles each .cu for every card of a release
+    python -m build_tools.kernel_budget          # compiles each .cu for every GPU of a release
     python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt anew
 
 The check compares the registers that ptxas says every kernel takes with csrc/kernel_budget.txt, and
@@ -9,7 +9,7 @@ what the loops of the instances in csrc/loop_budget.txt issue, by class, with th
 with its name alone. The check fails if a kernel spills or has a stack, takes more registers than
 its line grants, or has no line, if a line has no kernel, if nvcc warns, if a loop grew by more than
 3 %, and if a loop does what :func:`build_tools.machine_code.refusals` names. Needs nvcc and
-nvdisasm, but no card.
+nvdisasm, but no GPU.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def compare(usages: Iterable[Usage], budgets: Mapping[str, Mapping[str, int]]) -
     complaints = []
     for usage in usages:
         needs = most.setdefault(usage.kernel, {})
-        # Cards hand out registers in eights.
+        # GPUs hand out registers in eights.
         needs[usage.arch] = max(needs.get(usage.arch, 0), -(-usage.registers // 8) * 8)
         if usage.spills or usage.stack:
             complaints.append(

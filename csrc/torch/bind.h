@@ -14,7 +14,7 @@ struct Ops {
   torch::Library& library;
   py::module_& module;
 
-  // `function` takes tensors of every device that this build serves, and asks on_card() itself.
+  // `function` takes tensors of every device that this build serves, and asks on_gpu() itself.
   template <typename Function>
   void define(const std::string& schema, Function* function) const {
     const std::string name = schema.substr(0, schema.find('('));

@@ -35,7 +35,7 @@ inline constexpr const char* kDevices = "cpu, as an emulated GPU";
 // Tests compare csrc/cuda with csrc/cpu, and switch the emulated GPU off for that.
 inline std::atomic<bool> emulates{true};
 
-inline bool on_card(const at::Device& device) { return device.is_cpu() && emulates; }
+inline bool on_gpu(const at::Device& device) { return device.is_cpu() && emulates; }
 
 struct DeviceGuard {
   explicit DeviceGuard(const at::Device& /*device*/) {}
@@ -47,7 +47,7 @@ inline Stream current_stream() { return nullptr; }
 
 inline constexpr const char* kDevices = "cpu and cuda";
 
-inline bool on_card(const at::Device& device) { return device.is_cuda(); }
+inline bool on_gpu(const at::Device& device) { return device.is_cuda(); }
 
 using DeviceGuard = c10::cuda::CUDAGuard;
 
@@ -57,14 +57,14 @@ inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
 inline constexpr const char* kDevices = "cpu";
 
-inline bool on_card(const at::Device& /*device*/) { return false; }
+inline bool on_gpu(const at::Device& /*device*/) { return false; }
 
 #endif
 
-inline bool on_card(const at::Tensor& tensor) { return on_card(tensor.device()); }
+inline bool on_gpu(const at::Tensor& tensor) { return on_gpu(tensor.device()); }
 
 // Whether csrc/cpu serves the device.
-inline bool on_cpu(const at::Device& device) { return device.is_cpu() && !on_card(device); }
+inline bool on_cpu(const at::Device& device) { return device.is_cpu() && !on_gpu(device); }
 
 inline bool on_cpu(const at::Tensor& tensor) { return on_cpu(tensor.device()); }
 
@@ -84,10 +84,10 @@ std::array<int64_t, 3> current_queue();
 
 // Runs an op where its tensors are: launch(stream) under a device guard, or compute(threads). The
 // former takes its stream as `auto`, so that a build without GPUs does not compile its call.
-template <typename OnCard, typename OnCpu>
-void run(const at::Device& device, const char* name, const OnCard& launch, const OnCpu& compute) {
+template <typename OnGpu, typename OnCpu>
+void run(const at::Device& device, const char* name, const OnGpu& launch, const OnCpu& compute) {
 #if defined(MOSE_FAST_WITH_CUDA)
-  if (on_card(device)) {
+  if (on_gpu(device)) {
     const DeviceGuard guard(device);
     launch(current_stream());
     return;

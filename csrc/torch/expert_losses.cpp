@@ -60,8 +60,8 @@ struct Inputs {
                   "; wanted one device");
       type = tensor->scalar_type() == at::kDouble ? at::kDouble : type;
     }
-    const auto prepared = [&](const at::Tensor& tensor, at::ScalarType on_a_card) {
-      return tensor.to(on_cpu(device) ? type : on_a_card).contiguous();
+    const auto prepared = [&](const at::Tensor& tensor, at::ScalarType on_a_gpu) {
+      return tensor.to(on_cpu(device) ? type : on_a_gpu).contiguous();
     };
     const auto of_features = features_in.scalar_type() == student_in.scalar_type() ? student_in.scalar_type() : type;
     projections = prepared(projections_in, projections_in.scalar_type());

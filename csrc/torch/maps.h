@@ -20,7 +20,7 @@ inline at::Tensor floats(at::IntArrayRef sizes, const at::Tensor& x) {
 // A map of these sizes, with x's type, on the GPU where x is, in channels_last memory from a
 // multiple of 16 bytes.
 inline const void* map_pointer(const at::Tensor& map, const char* name, at::IntArrayRef sizes, const at::Tensor& x) {
-  TORCH_CHECK(on_card(map) && map.device() == x.device(), name, " is on ", map.device(), "; wanted the GPU where x is");
+  TORCH_CHECK(on_gpu(map) && map.device() == x.device(), name, " is on ", map.device(), "; wanted the GPU where x is");
   TORCH_CHECK(map.dim() == 4 && map.sizes() == sizes && map.scalar_type() == x.scalar_type() &&
                   map.is_contiguous(at::MemoryFormat::ChannelsLast) &&
                   reinterpret_cast<uintptr_t>(map.const_data_ptr()) % 16 == 0,

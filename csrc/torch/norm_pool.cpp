@@ -29,8 +29,8 @@ struct PoolInputs {
     TORCH_CHECK(x_in.dim() == 4 && x_in.size(2) * x_in.size(3) >= 1, "x has shape ", x_in.sizes(),
                 "; wanted [N, C, H, W] with a pixel");
     x = x_in.contiguous(at::MemoryFormat::ChannelsLast);
-    const uintptr_t alignment = on_card(x) ? 16 : 0;  // kernels move vectors
-    params = {{on_card(x) ? map_pointer(x, "x", x.sizes(), x) : x.const_data_ptr(), float_type(x, "x")},
+    const uintptr_t alignment = on_gpu(x) ? 16 : 0;  // kernels move vectors
+    params = {{on_gpu(x) ? map_pointer(x, "x", x.sizes(), x) : x.const_data_ptr(), float_type(x, "x")},
               nullptr,
               x.size(0),
               x.size(2) * x.size(3),
@@ -85,7 +85,7 @@ std::tuple<MaybeTensor, MaybeTensor> norm_pool_backward(const at::Tensor& grad_i
     dstate = floats({kNormRows, in.params.channels}, in.x);
   }
   const NormPoolBackward params{in.params,
-                                row_pointer(grad, "grad", x.scalar_type(), kept, x.device(), on_card(x) ? 16 : 0),
+                                row_pointer(grad, "grad", x.scalar_type(), kept, x.device(), on_gpu(x) ? 16 : 0),
                                 wants_state ? row_pointer<const float>(counts, "counts", kept, x.device()) : nullptr,
                                 wants_state ? row_pointer<const float>(sums, "sums", kept, x.device()) : nullptr,
                                 {dx ? dx->mutable_data_ptr() : nullptr, in.params.x.type},

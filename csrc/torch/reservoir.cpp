@@ -28,7 +28,7 @@ at::Tensor reservoir_insert(at::Tensor images, at::Tensor labels, at::Tensor tas
   TORCH_CHECK(capacity >= 1, "images has shape ", images.sizes(), "; wanted at least one slot");
   const at::Device device = state.device();
   const at::Tensor slots = at::empty({count}, state.options());
-  const at::Tensor claims = at::empty({on_card(state) ? count : 0}, state.options());
+  const at::Tensor claims = at::empty({on_gpu(state) ? count : 0}, state.options());
   const ReservoirInsertParams params{row_pointer<uint8_t>(images, "images", images.numel(), device),
                                      row_pointer<int64_t>(labels, "labels", capacity, device),
                                      row_pointer<int64_t>(tasks, "tasks", capacity, device),

@@ -374,8 +374,8 @@ if _loader.native is not None:
         experts, rows, _ = projections.shape
         is_double = any(t.dtype == torch.float64 for t in (projections, logits, features, student))
         options = {"dtype": torch.float64 if is_double else torch.float32, "device": labels.device}
-        on_card = _loader.on_gpu("expert_losses", labels)
-        side = (0, 0, 0) if on_card or others[_FIRST_CONTRASTIVE - 5] >= experts else (experts, rows, rows)
+        on_gpu = _loader.on_gpu("expert_losses", labels)
+        side = (0, 0, 0) if on_gpu or others[_FIRST_CONTRASTIVE - 5] >= experts else (experts, rows, rows)
         return (
             torch.empty(experts, 3, **options),
             torch.empty((11 * experts + 1) * rows + 2 * experts, **options),  # ExpertStatistics::size() of csrc/core

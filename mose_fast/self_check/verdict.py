@@ -152,9 +152,9 @@ def _stored_or_new(device: torch.device, kind: dict[str, str]) -> Verdict:
     return found
 
 
-def _warnings(verdict: Verdict, card: str) -> Iterator[str]:
+def _warnings(verdict: Verdict, gpu: str) -> Iterator[str]:
     if verdict.note:
-        yield f"the kernels could not all be checked on {card} ({verdict.note}); the next run tries again"
+        yield f"the kernels could not all be checked on {gpu} ({verdict.note}); the next run tries again"
     if verdict.unkept:
         yield (
             f"the verdict of the self-check cannot be kept in {verdict.unkept}: each run checks anew, which took"
@@ -167,7 +167,7 @@ def _warnings(verdict: Verdict, card: str) -> Iterator[str]:
         eager = "; steps are taken eagerly" if "captured" in verdict.off else ""
         ops = "; PyTorch's operations take over, which is slower" if set(verdict.off) - {"captured"} else ""
         yield (
-            f"the self-check on {card} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast doctor"
+            f"the self-check on {gpu} has switched off: {'; '.join(told)}{ops}{eager}. All rows: mose-fast doctor"
             " --check"
         )
 

@@ -1,7 +1,7 @@
 """What the tests of this folder run on: a CUDA GPU, or an emulated one
 (``MOSE_FAST_BACKEND=emulated``, docs/building.md).
 
-A test file takes its device from ``_loader.gpu()``, its sizes from the fixture ``card``, and marks
+A test file takes its device from ``_loader.gpu()``, its sizes from the fixture ``gpu``, and marks
 tests that an emulated GPU cannot run by ``@pytest.mark.needs("streams")`` or another word of
 :data:`LACKS`. On a GPU, sizes are what the tests say and nothing is left out.
 
@@ -31,7 +31,7 @@ LACKS = {
     "memory of its own": "tensors lie in the host's memory",
     "a large memory": "it would fill this machine's",
 }
-LEFT_OUT = "an emulated card lacks "
+LEFT_OUT = "an emulated GPU lacks "
 
 
 def obstacle() -> str | None:
@@ -39,18 +39,18 @@ def obstacle() -> str | None:
     if _loader.gpu() == "cpu":
         return None
     if not torch.cuda.is_available():
-        return "there is no CUDA card, and the native library emulates none"
+        return "there is no CUDA GPU, and the native library emulates none"
     return None if _loader.gpu() == "cuda" else "the native library has no CUDA code"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("emulated card")
+    group = parser.getgroup("emulated GPU")
     group.addoption("--fewest-passed", type=int, metavar="N", help="fail if fewer than N tests passed")
     group.addoption(
         "--most-left-out",
         type=int,
         metavar="N",
-        help="fail if more than N tests were left out because the card is emulated",
+        help="fail if more than N tests were left out because the GPU is emulated",
     )
 
 
@@ -88,7 +88,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = left_out(config)
     if counts:
         told = ", ".join(f"{count} {need}" for need, count in counts.most_common())
-        terminalreporter.write_line(f"emulated card: {sum(counts.values())} tests left out, which need {told}")
+        terminalreporter.write_line(f"emulated GPU: {sum(counts.values())} tests left out, which need {told}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -103,11 +103,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\n{passed} tests passed; wanted at least {fewest}")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
     if most is not None and out > most:
-        print(f"\n{out} tests were left out because the card is emulated; wanted at most {most}")
+        print(f"\n{out} tests were left out because the GPU is emulated; wanted at most {most}")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
-class Card:
+class Gpu:
     """The GPU of these tests."""
 
     emulated = _loader.gpu() == "cpu"
@@ -136,5 +136,5 @@ class Card:
 
 
 @pytest.fixture(scope="session")
-def card() -> Card:
-    return Card()
+def gpu() -> Gpu:
+    return Gpu()

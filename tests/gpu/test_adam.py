@@ -37,7 +37,7 @@ def everything(optimiser):
 
 
 @pytest.mark.slow
-def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
+def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(gpu):
     network, optimiser = make(shadow_dtype=None)
     on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None)
     twin = copy.deepcopy(network)
@@ -45,7 +45,7 @@ def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(card):
     for _ in range(100):
         gradients = random_gradients(optimiser)
         optimiser.step(gradients)
-        with card.spared():
+        with gpu.spared():
             cpu_optimiser.step([g.cpu() for g in gradients])
         for parameter, gradient in zip(twin.parameters(), gradients, strict=True):
             parameter.grad = gradient

@@ -80,10 +80,10 @@ def largest(x):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*STEP, *OTHERS], ids=str)
-def test_error_is_at_most_twice_that_of_pytorch(card, shape, dtype):
+def test_error_is_at_most_twice_that_of_pytorch(gpu, shape, dtype):
     if dtype != torch.bfloat16 and shape in STEP:
         shape = replace(shape, images=13)
-    check(problem_of(replace(shape, images=card.few(shape.images)), dtype))
+    check(problem_of(replace(shape, images=gpu.few(shape.images)), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,10 +119,10 @@ def test_padding_is_never_read(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gated_module_is_that_of_pytorch(card, dtype):
+def test_a_gated_module_is_that_of_pytorch(gpu, dtype):
     torch.manual_seed(3)
     gate, block = AttentionGate(64).to(DEVICE), DownBlock(64, 128).to(DEVICE)
-    x = torch.randn(card.few(40), 64, 32, 32, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(gpu.few(40), 64, 32, 32, device=DEVICE).to(dtype).contiguous(memory_format=torch.channels_last)
 
     def through(block, x, gate=None):
         first = align_conv(

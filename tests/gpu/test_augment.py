@@ -19,7 +19,7 @@ DEVICE = _loader.gpu()
 MEAN, STD = (0.5, 0.48, 0.44), (0.2, 0.24, 0.26)
 
 
-def on_card(step: dict[str, object]) -> dict[str, object]:
+def on_gpu(step: dict[str, object]) -> dict[str, object]:
     moved = {
         name: value.to(DEVICE, copy=True) if isinstance(value, torch.Tensor) else value for name, value in step.items()
     }
@@ -32,11 +32,11 @@ def on_card(step: dict[str, object]) -> dict[str, object]:
     ("views", "size"),
     [(384, (32, 32)), (384, (64, 64)), (48, (8, 8)), (12, (24, 16)), (5, (7, 5)), (6, (80, 80)), (0, (8, 8))],
 )
-def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_normalised):
-    step = make_step(card.few(views, 96), size, RECIPES[recipe], views)
-    ours = augment(**on_card(step), jitter_normalised=jitter_normalised)
+def test_equals_the_cpu_and_the_reference(gpu, views, size, recipe, jitter_normalised):
+    step = make_step(gpu.few(views, 96), size, RECIPES[recipe], views)
+    ours = augment(**on_gpu(step), jitter_normalised=jitter_normalised)
     assert ours.is_contiguous(memory_format=torch.channels_last)
-    with card.spared():
+    with gpu.spared():
         torch.testing.assert_close(
             ours.cpu(), augment(**step, jitter_normalised=jitter_normalised), rtol=1e-5, atol=1e-5
         )
@@ -47,14 +47,14 @@ def test_equals_the_cpu_and_the_reference(card, views, size, recipe, jitter_norm
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("channels", [3, 4, 8])
 def test_other_formats_are_one_rounding(dtype, channels):
-    step = on_card(make_step(100, (32, 32), RECIPES["scr"], 100))
+    step = on_gpu(make_step(100, (32, 32), RECIPES["scr"], 100))
     ours = augment(**step, dtype=dtype, channels=channels)
     assert torch.equal(ours[:, :3], augment(**step).to(dtype))
     assert not ours[:, 3:].any()
 
 
 def test_rows_that_start_anywhere():
-    step = on_card(make_step(60, (32, 32), RECIPES["scr"], 60))
+    step = on_gpu(make_step(60, (32, 32), RECIPES["scr"], 60))
     wanted = augment(**step)
     for shift in (1, 4, 8):
         shifted = []
@@ -76,7 +76,7 @@ def test_rows_beyond_four_gibibytes():
 
 
 def test_what_does_not_exist_is_nan():
-    step = on_card(make_step(6, (8, 8), RECIPES["scr"], 6))
+    step = on_gpu(make_step(6, (8, 8), RECIPES["scr"], 6))
     step["rows"][:] = 0
     step["rows"][0] = 14
     step["layout"][:, 0] = torch.tensor([0, 1, 1, 11, 1, 1])
@@ -89,7 +89,7 @@ def test_what_does_not_exist_is_nan():
 
 @pytest.mark.needs("streams")
 def test_two_runs_and_a_side_stream_give_the_same_bits():
-    step = on_card(make_step(384, (32, 32), RECIPES["scr"], 384))
+    step = on_gpu(make_step(384, (32, 32), RECIPES["scr"], 384))
     wanted = augment(**step)
     assert torch.equal(augment(**step), wanted)
     rows = step["rows"].clone()
@@ -135,11 +135,11 @@ def test_a_replayed_graph_makes_new_views_each_time():
         assert counter.item() == replay + 1
 
 
-def test_view_maker_equals_the_cpu(card):
+def test_view_maker_equals_the_cpu(gpu):
     maker = ViewMaker("scr", 16, mirror=True, mean=MEAN, std=STD)
     images = torch.randint(0, 256, (9, 32, 32, 3), dtype=torch.uint8)
     ours, ours_rows = maker.make(images.to(DEVICE), (5, 4), 1, 2)
-    with card.spared():
+    with gpu.spared():
         wanted, wanted_rows = maker.make(images, (5, 4), 1, 2)
     assert torch.equal(ours_rows.cpu(), wanted_rows)
     torch.testing.assert_close(ours.cpu(), wanted, rtol=1e-5, atol=1e-5)

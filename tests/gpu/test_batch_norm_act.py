@@ -56,10 +56,10 @@ def largest(x):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("images", "channels", "side"), SHAPES)
-def test_error_is_at_most_twice_that_of_pytorch(card, form, dtype, images, channels, side):
+def test_error_is_at_most_twice_that_of_pytorch(gpu, form, dtype, images, channels, side):
     if dtype != torch.bfloat16 and images == 384 and channels != 128:
         pytest.skip("one large shape is enough for the other dtypes")
-    check(problem_of(form, card.few(images), channels, side, dtype, consumers=2))
+    check(problem_of(form, gpu.few(images), channels, side, dtype, consumers=2))
 
 
 @pytest.mark.parametrize("form", FORMS)

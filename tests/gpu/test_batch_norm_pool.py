@@ -40,8 +40,8 @@ def problem_of(shape, dtype=torch.float32, **options):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_error_is_at_most_that_of_two_ops(card, dtype, shape, training):
-    problem = problem_of((card.few(shape[0], 20), *shape[1:]), dtype, training=training)
+def test_error_is_at_most_that_of_two_ops(gpu, dtype, shape, training):
+    problem = problem_of((gpu.few(shape[0], 20), *shape[1:]), dtype, training=training)
     exact = results(problem, by_reference, torch.float64)
     ours, theirs = results(problem, batch_norm_pool), results(problem, by_two_ops)
     for wanted, value, other in zip(exact, ours, theirs, strict=True):
@@ -50,8 +50,8 @@ def test_error_is_at_most_that_of_two_ops(card, dtype, shape, training):
         assert error <= 1.1 * bound + 1e-6 * wanted.abs().max() + 1e-7, f"error {error:.3g}, of two ops {bound:.3g}"
 
 
-def test_a_large_mean_costs_no_more_than_in_two_ops(card):
-    problem = problem_of((card.few(384, 20), 512, 4, 4), offset=300.0)
+def test_a_large_mean_costs_no_more_than_in_two_ops(gpu):
+    problem = problem_of((gpu.few(384, 20), 512, 4, 4), offset=300.0)
     exact = results(problem, by_reference, torch.float64)
     ours, theirs = results(problem, batch_norm_pool), results(problem, by_two_ops)
     for wanted, value, other in zip(exact, ours, theirs, strict=True):

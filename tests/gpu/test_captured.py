@@ -141,7 +141,7 @@ def test_plans_are_those_of_the_cpu():
         assert ours[3] is None or torch.equal(ours[3].cpu(), wanted[3])
 
 
-def test_the_host_knows_what_the_memory_on_the_card_holds():
+def test_the_host_knows_what_the_memory_on_the_gpu_holds():
     memory = ReplayMemory(50, (8, 8), seed=3, device="cuda")
     for step in range(40):
         index = torch.arange(10 * step, 10 * step + 10)
@@ -159,7 +159,7 @@ def test_the_host_knows_what_the_memory_on_the_card_holds():
 
 
 @pytest.mark.parametrize("step", ["captured", "eager"])
-def test_nothing_waits_for_the_card_between_two_steps(step):
+def test_nothing_waits_for_the_gpu_between_two_steps(step):
     config = settings(step=step)
     stream = create(config.stream)
     learner = create_learner(config, **stream.spec)
@@ -215,7 +215,7 @@ def test_a_step_that_cannot_be_captured_is_taken_eagerly(monkeypatch, steppers):
     assert found == outcome(run(settings(step="eager")))
 
 
-def test_a_capture_that_waits_for_the_card_breaks_nothing_that_comes_later(monkeypatch, steppers):
+def test_a_capture_that_waits_for_the_gpu_breaks_nothing_that_comes_later(monkeypatch, steppers):
     """``item`` makes a capture invalid.
 
     Up to PyTorch 2.11 its allocator then goes on as if it were capturing.

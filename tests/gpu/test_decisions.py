@@ -19,29 +19,29 @@ RECIPE = Recipe(
 )
 
 
-def assert_same(on_card: list[torch.Tensor], on_cpu: list[torch.Tensor]) -> None:
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(on_card, on_cpu, strict=True))
+def assert_same(on_gpu: list[torch.Tensor], on_cpu: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, on_cpu, strict=True))
 
 
 @pytest.mark.parametrize(
     ("slots", "size", "count"),
     [(1, 3, 5), (50, 3, 64), (5000, 32, 10), (5000, 32, 64), (700, 64, 33), (100_000, 3, 1000)],
 )
-def test_reservoir_equals_cpu(card, slots, size, count):
+def test_reservoir_equals_cpu(gpu, slots, size, count):
     for seed, seen in ((1, 0), (2**41, 3 * slots)):
         on_cpu = make_memory(slots, size, seed, seen)
-        on_card = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
+        on_gpu = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
         for step in range(6):
             x, y, index = make_batch(count, size, step)
-            with card.spared():
+            with gpu.spared():
                 wanted = insert(*on_cpu, x, y, step % 3, index)
-            assert torch.equal(insert(*on_card, x.to(DEVICE), y.to(DEVICE), step % 3, index.to(DEVICE)).cpu(), wanted)
+            assert torch.equal(insert(*on_gpu, x.to(DEVICE), y.to(DEVICE), step % 3, index.to(DEVICE)).cpu(), wanted)
             for k in (0, 1, 86, 2048):
                 for chosen in SlotFilter:
-                    with card.spared():
+                    with gpu.spared():
                         wanted = draw(on_cpu[2], on_cpu[4], k, chosen, 1)
-                    assert torch.equal(draw(on_card[2], on_card[4], k, chosen, 1).cpu(), wanted)
-        assert_same(on_card, on_cpu)
+                    assert torch.equal(draw(on_gpu[2], on_gpu[4], k, chosen, 1).cpu(), wanted)
+        assert_same(on_gpu, on_cpu)
 
 
 def test_a_draw_beyond_the_limit_is_refused():
@@ -51,38 +51,38 @@ def test_a_draw_beyond_the_limit_is_refused():
     assert memory[4].tolist() == [0, 0, 3000]
 
 
-def test_unaligned_rows_are_copied_too(card):
+def test_unaligned_rows_are_copied_too(gpu):
     on_cpu = make_memory(20, 32, 3, 0)
-    on_card = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
+    on_gpu = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
     x, y, index = make_batch(16, 32, 0)
     storage = torch.empty(x.numel() + 1, dtype=torch.uint8, device=DEVICE)
     shifted = storage[1:].view(x.shape)
     shifted.copy_(x)
-    with card.spared():
+    with gpu.spared():
         wanted = insert(*on_cpu, x, y, 0, index)
-    assert torch.equal(insert(*on_card, shifted, y.to(DEVICE), 0, index.to(DEVICE)).cpu(), wanted)
-    assert_same(on_card, on_cpu)
+    assert torch.equal(insert(*on_gpu, shifted, y.to(DEVICE), 0, index.to(DEVICE)).cpu(), wanted)
+    assert_same(on_gpu, on_cpu)
 
 
 @pytest.mark.needs("graphs")
 def test_a_replayed_graph_continues_the_sequence():
     on_cpu = make_memory(40, 32, 4, 0)
-    on_card = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
-    start = [tensor.clone() for tensor in on_card]
+    on_gpu = [tensor.to(DEVICE, copy=True) for tensor in on_cpu]
+    start = [tensor.clone() for tensor in on_gpu]
     batch = [torch.zeros_like(tensor, device=DEVICE) for tensor in make_batch(10, 32, 0)]
     x, y, index = batch
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        insert(*on_card, x, y, 1, index)
-        draw(on_card[2], on_card[4], 12, SlotFilter.ALL, 0)
+        insert(*on_gpu, x, y, 1, index)
+        draw(on_gpu[2], on_gpu[4], 12, SlotFilter.ALL, 0)
     torch.cuda.current_stream().wait_stream(stream)
-    for tensor, saved in zip(on_card, start, strict=True):
+    for tensor, saved in zip(on_gpu, start, strict=True):
         tensor.copy_(saved)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        slots = insert(*on_card, x, y, 1, index)
-        drawn = draw(on_card[2], on_card[4], 12, SlotFilter.ALL, 0)
+        slots = insert(*on_gpu, x, y, 1, index)
+        drawn = draw(on_gpu[2], on_gpu[4], 12, SlotFilter.ALL, 0)
     for step in range(8):
         given = make_batch(10, 32, step)
         for tensor, value in zip(batch, given, strict=True):
@@ -90,13 +90,13 @@ def test_a_replayed_graph_continues_the_sequence():
         graph.replay()
         assert torch.equal(slots.cpu(), insert(*on_cpu, given[0], given[1], 1, given[2]))
         assert torch.equal(drawn.cpu(), draw(on_cpu[2], on_cpu[4], 12, SlotFilter.ALL, 0))
-        assert_same(on_card, on_cpu)
+        assert_same(on_gpu, on_cpu)
 
 
-def test_ten_million_views_equal_the_cpu(card):
-    count = card.few(1_000_000, 100_000)
+def test_ten_million_views_equal_the_cpu(gpu):
+    count = gpu.few(1_000_000, 100_000)
     for sequence in range(10):
-        on_card = draw_augment_parameters(RECIPE, 7, sequence, count, 32, 32, DEVICE)
-        with card.spared():
+        on_gpu = draw_augment_parameters(RECIPE, 7, sequence, count, 32, 32, DEVICE)
+        with gpu.spared():
             on_cpu = draw_augment_parameters(RECIPE, 7, sequence, count, 32, 32)
-        assert_same(list(on_card), list(on_cpu))
+        assert_same(list(on_gpu), list(on_cpu))

@@ -57,8 +57,8 @@ def low_precision_composite(projections, logits, features, student, labels, new,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "classes"), [(1, 5), (40, 100), (383, 100), (384, 200), (1024, 100)])
 @pytest.mark.parametrize("distillation", ["rsd", "sd"])
-def test_error_is_at_most_twice_that_of_pytorch(card, dtype, rows, classes, distillation):
-    rows = card.few(rows, 96)
+def test_error_is_at_most_twice_that_of_pytorch(gpu, dtype, rows, classes, distillation):
+    rows = gpu.few(rows, 96)
     inputs, labels, mask = make(rows, classes, dtype=dtype)
     labels = labels % classes
     new = rows // 3
@@ -71,16 +71,16 @@ def test_error_is_at_most_twice_that_of_pytorch(card, dtype, rows, classes, dist
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equal_to_the_cpu(card, dtype):
-    rows = card.few(384, 96)
+def test_equal_to_the_cpu(gpu, dtype):
+    rows = gpu.few(384, 96)
     inputs, labels, mask = make(rows, dtype=dtype)
     new, valid = rows // 3, rows * 25 // 32
-    on_card = run(expert_losses, inputs, labels, new, mask, valid_rows=valid)
-    with card.spared():
+    on_gpu = run(expert_losses, inputs, labels, new, mask, valid_rows=valid)
+    with gpu.spared():
         on_cpu = run(expert_losses, [x.detach().cpu() for x in inputs], labels.cpu(), new, mask.cpu(), valid_rows=valid)
-    for card, cpu in zip(on_card, on_cpu, strict=True):
+    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
         tolerance = 2e-5 if cpu.dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(card.cpu(), cpu, rtol=tolerance, atol=tolerance * cpu.abs().max().item())
+        torch.testing.assert_close(gpu.cpu(), cpu, rtol=tolerance, atol=tolerance * cpu.abs().max().item())
 
 
 @pytest.mark.slow

@@ -41,9 +41,9 @@ def close(ours: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("side", [32, 64])
 @pytest.mark.parametrize("inner", [1, 2, 4])
 @pytest.mark.parametrize("recipe", ["none", "ocm", "simclr", "gsa"])
-def test_three_feeds_and_the_cpu_agree(card, recipe, inner, side):
+def test_three_feeds_and_the_cpu_agree(gpu, recipe, inner, side):
     x = noise(40, side)
-    with card.spared():
+    with gpu.spared():
         wanted, wanted_rows = maker("fused", recipe, inner).make(x, (25, 15), 5, 9)
     for feed in ("dali", "fused", "torch"):
         views, rows = maker(feed, recipe, inner).make(x.to(DEVICE), (25, 15), 5, 9)
@@ -99,7 +99,7 @@ def test_it_waits_for_the_rows_and_the_reader_for_it(side_stream):
 
 
 @pytest.mark.needs("streams")
-def test_the_caller_does_not_wait_for_the_card():
+def test_the_caller_does_not_wait_for_the_gpu():
     """Views of the next step are asked for while the GPU has half a second of work left on the
     same stream.
     """

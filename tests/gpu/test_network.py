@@ -64,8 +64,8 @@ def distances(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize(("half", "rows"), [(False, 33), (True, 384), (True, 33)])
-def test_errors_are_at_most_twice_those_of_pytorchs_own_path(card, half, rows):
-    x, width = images(card.few(rows)), card.few(64, 16)
+def test_errors_are_at_most_twice_those_of_pytorchs_own_path(gpu, half, rows):
+    x, width = images(gpu.few(rows)), gpu.few(64, 16)
     exact = train_once(make("torch", torch.float64, width), x.double())
     plain, fused = (
         distances(train_once(make(kernels, width=width), x, half=half), exact) for kernels in ("torch", "fused")
@@ -73,18 +73,18 @@ def test_errors_are_at_most_twice_those_of_pytorchs_own_path(card, half, rows):
     assert all(b <= 2 * max(a, 1e-6) for a, b in zip(plain, fused, strict=True)), (plain, fused)
 
 
-def test_two_passes_agree_bit_for_bit(card, monkeypatch):
+def test_two_passes_agree_bit_for_bit(gpu, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    x = images(card.few(48))
-    first, again = (train_once(make("fused", width=card.few(64, 16)), x, half=True) for _ in range(2))
+    x = images(gpu.few(48))
+    first, again = (train_once(make("fused", width=gpu.few(64, 16)), x, half=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_padding_changes_nothing(card):
-    rows = card.few(40)
+def test_padding_changes_nothing(gpu):
+    rows = gpu.few(40)
     x = images(rows)
-    longer = torch.cat([x, torch.zeros_like(images(card.few(24, 3)))]).contiguous(memory_format=torch.channels_last)
-    bare, padded = (make("fused", width=card.few(64, 16)) for _ in range(2))
+    longer = torch.cat([x, torch.zeros_like(images(gpu.few(24, 3)))]).contiguous(memory_format=torch.channels_last)
+    bare, padded = (make("fused", width=gpu.few(64, 16)) for _ in range(2))
     wanted = train_once(bare, x)
     scale = len(longer) / len(x)  # the loss is divided by the images, padded ones included
     found = train_once(padded, longer, rows=rows, valid_rows=torch.tensor(rows, dtype=torch.int32, device=DEVICE))

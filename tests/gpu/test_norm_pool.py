@@ -24,23 +24,23 @@ def make(shape, dtype=torch.float32, device=DEVICE, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_error_is_at_most_twice_that_of_pytorch(card, dtype, shape, with_state):
-    check(make((card.few(shape[0], 20), *shape[1:]), dtype, with_state=with_state))
+def test_error_is_at_most_twice_that_of_pytorch(gpu, dtype, shape, with_state):
+    check(make((gpu.few(shape[0], 20), *shape[1:]), dtype, with_state=with_state))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_equal_to_the_cpu(card, dtype, shape, with_state):
-    shape = (card.few(shape[0], 20), *shape[1:])
+def test_equal_to_the_cpu(gpu, dtype, shape, with_state):
+    shape = (gpu.few(shape[0], 20), *shape[1:])
     valid = max(1, shape[0] - 3)
-    on_card = results(make(shape, dtype, with_state=with_state), norm_pool, valid_rows=valid)
-    with card.spared():
+    on_gpu = results(make(shape, dtype, with_state=with_state), norm_pool, valid_rows=valid)
+    with gpu.spared():
         on_cpu = results(make(shape, dtype, "cpu", with_state=with_state), norm_pool, valid_rows=valid)
-    for card, cpu in zip(on_card, on_cpu, strict=True):
-        assert card.dtype == cpu.dtype and card.stride() == cpu.stride()
+    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
+        assert gpu.dtype == cpu.dtype and gpu.stride() == cpu.stride()
         tolerance = 1e-5 if cpu.dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(card.cpu(), cpu, rtol=tolerance, atol=tolerance * max(1.0, cpu.abs().max().item()))
+        torch.testing.assert_close(gpu.cpu(), cpu, rtol=tolerance, atol=tolerance * max(1.0, cpu.abs().max().item()))
 
 
 def test_padding_is_never_read():

@@ -33,7 +33,7 @@ NAN, INFINITY = float("nan"), float("inf")
 SPOILS = (NAN, INFINITY, -INFINITY)
 
 
-def on_card(x: Tensor | None) -> Tensor | None:
+def on_gpu(x: Tensor | None) -> Tensor | None:
     if x is None:
         return None
     return x.to(DEVICE).contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.to(DEVICE)
@@ -101,7 +101,7 @@ def compare(inputs: dict, others: dict, run, variants=({},) * 3, upstream=("upst
             if name == nan_alone and value is not NAN:
                 continue
             given, found = spoiled(everything, name, value, seed), []
-            for put, native in ((on_card, True), (lambda x: x, False)):
+            for put, native in ((on_gpu, True), (lambda x: x, False)):
                 leaves = {n: None if given[n] is None else put(given[n]).detach().requires_grad_() for n in inputs}
                 running = [put(given[n]).clone() for n in ("mean", "var") if n in given]
                 outputs, moves = run(leaves, running, native, **variant)
@@ -232,7 +232,7 @@ def test_expert_losses(dtype, distillation):
     mask = torch.tensor([False, False, False, True, True])
 
     def run(leaves, running, native, **options):
-        put, module = (on_card, expert_losses) if native else (lambda x: x, plain_losses)
+        put, module = (on_gpu, expert_losses) if native else (lambda x: x, plain_losses)
         options |= {"distillation": distillation}
         return {"terms": module.expert_losses(*leaves.values(), put(LABELS), 3, put(mask), **options)}, False
 
@@ -248,8 +248,8 @@ def test_the_contrastive_loss_shows_it_in_every_row(value):
         for dtype in (torch.float32, torch.bfloat16):
             z = normal(g, 7, 8, dtype=dtype)
             z[row, 3] = value
-            leaf = on_card(z).requires_grad_()
-            loss = expert_losses.contrastive_loss(leaf, on_card(LABELS), 0.07)
+            leaf = on_gpu(z).requires_grad_()
+            loss = expert_losses.contrastive_loss(leaf, on_gpu(LABELS), 0.07)
             assert not plain_losses.contrastive_loss(z, LABELS, 0.07).isfinite()
             assert not loss.isfinite(), f"{value} in row {row} of {dtype} is hidden: {loss}"
             assert not torch.autograd.grad(loss, leaf)[0].isfinite().any()

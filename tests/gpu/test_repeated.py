@@ -64,8 +64,8 @@ def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_two_runs_agree_bit_for_bit(card, name):
-    problem = make(name, card.few(384))
+def test_two_runs_agree_bit_for_bit(gpu, name):
+    problem = make(name, gpu.few(384))
     first = results(problem, problem.op)
     for _ in range(2):
         assert_equal(results(problem, problem.op), first)

@@ -35,15 +35,15 @@ def nothing_off(monkeypatch, one_thread):
     monkeypatch.setattr(_loader, "off", {})
 
 
-def failures(op: str, card) -> list[str]:
-    cases = [case for case in table(DEVICE, small=card.emulated) if case.op == op]
+def failures(op: str, gpu) -> list[str]:
+    cases = [case for case in table(DEVICE, small=gpu.emulated) if case.op == op]
     return [str(row) for case in cases for row in rows_of(case) if not row.passed]
 
 
-def test_clean_kernels_pass_in_two_seconds(card):
-    list(step_rows(DEVICE, small=card.emulated))  # what is loaded or planned once
+def test_clean_kernels_pass_in_two_seconds(gpu):
+    list(step_rows(DEVICE, small=gpu.emulated))  # what is loaded or planned once
     began = time.thread_time()
-    rows = [row for _, compute in parts(DEVICE, small=card.emulated) for row in compute()]
+    rows = [row for _, compute in parts(DEVICE, small=gpu.emulated) for row in compute()]
     assert [str(row) for row in rows if not row.passed] == []
     assert {row.op for row in rows} >= {*OPS, "step"}
     assert time.thread_time() - began < 4  # measured: 1.4 s, on a core without other work
@@ -163,10 +163,10 @@ FAULTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_and_switched_off(card, monkeypatch, fault):
+def test_a_fault_is_found_and_switched_off(gpu, monkeypatch, fault):
     op, name, function = FAULTS[fault]
     monkeypatch.setattr(_loader, "native", Faulty(name, function))
-    cases = [case for case in table(DEVICE, small=card.emulated) if case.op == op]
+    cases = [case for case in table(DEVICE, small=gpu.emulated) if case.op == op]
     rows = []
     for case in cases:
         try:
@@ -179,14 +179,14 @@ def test_a_fault_is_found_and_switched_off(card, monkeypatch, fault):
     # What is off is not called, in the forward or in the backward pass, and the numbers are right.
     _loader.switch_off(switched_off(rows))
     before = _loader.native.calls
-    assert failures(op, card) == []
+    assert failures(op, gpu) == []
     assert _loader.native.calls == before
 
 
-def test_steps_that_are_wrong_though_each_op_is_right_are_found(card, monkeypatch):
+def test_steps_that_are_wrong_though_each_op_is_right_are_found(gpu, monkeypatch):
     fused = AttentionGate.fused
     monkeypatch.setattr(AttentionGate, "fused", lambda gate, x, rows: fused(gate, x, rows) * 0)
-    off = switched_off(list(step_rows(DEVICE, small=card.emulated)))
+    off = switched_off(list(step_rows(DEVICE, small=gpu.emulated)))
     assert set(off) == {*OPS, "step"}
     _loader.switch_off(off)
     assert choose_kernels("auto", torch.device(DEVICE)) == "torch"

@@ -165,7 +165,7 @@ def test_rates_are_those_of_forward_and_backward():
     assert dict(zip(header, second, strict=True))["note"] == "why not"
 
 
-def test_a_card_has_graphs_and_all_feeds():
+def test_a_gpu_has_graphs_and_all_feeds():
     names = [variant.name for variant in variants(torch.device("cuda"))]
     assert "plain PyTorch, torch.compile, graph" in names and "fused kernels, graph" in names
     assert [name for name in names if name.startswith("loop: fused")] == [

@@ -297,7 +297,7 @@ def test_a_dali_that_does_not_load_is_told_apart_from_a_missing_one(monkeypatch)
 
 
 @needs_dali
-def test_a_dali_whose_results_wait_for_the_card_when_they_are_freed_is_too_old(monkeypatch):
+def test_a_dali_whose_results_wait_for_the_gpu_when_they_are_freed_is_too_old(monkeypatch):
     monkeypatch.setattr(_dali, "version", lambda: "1.53.0")
     assert choose_feed("auto", CUDA, None).reason.startswith("DALI 1.53.0 is too old, wanted 2.1")
     monkeypatch.setattr(_dali, "version", lambda: "2.10.0.dev20261101")

@@ -22,7 +22,7 @@ from tests.paths import ROOT
 pytestmark = pytest.mark.skipif(not shutil.which("timeout"), reason="needs timeout of GNU coreutils")
 FIRST = [
     "library",
-    # The first looks of the design paper on cards, in its order.
+    # The first looks of the design paper on GPUs, in its order.
     "self_check",
     "tests",
     "processes",
@@ -50,7 +50,7 @@ for word in $SLEEP; do if [[ "$call" == *"$word"* ]]; then echo "halfway"; sleep
 for word in $FAIL; do if [[ "$call" == *"$word"* ]]; then echo "it broke"; exit 3; fi; done
 case "$call" in
   nvidia-smi*) echo "9.0, NVIDIA H100 80GB HBM3" ;;
-  cmake*--build*) mkdir -p build/card && cp "$0" build/card/kernel_check ;;
+  cmake*--build*) mkdir -p build/gpu && cp "$0" build/gpu/kernel_check ;;
   compute-sanitizer* | ncu*) "${@: -1}" ;;
   python*)
     if [[ -n $REAL ]]; then exec "$REAL" "$@"; fi
@@ -138,7 +138,7 @@ def test_all_steps_in_order_each_with_its_results_and_the_table_last(machine):
         text.index(words)
         for words in (
             "nvidia-smi",
-            "cmake --build build/card --target kernel_check",
+            "cmake --build build/gpu --target kernel_check",
             "python -W error",
             "mose_fast doctor --check",
             "pytest tests/gpu --ignore",
@@ -298,7 +298,7 @@ def test_the_plan_of_this_tree_fits_two_calls(machine):
 
 @pytest.mark.slow
 @pytest.mark.skipif(_loader.native is None, reason="the native library was not built")
-def test_every_step_works_on_a_stand_in_card(tmp_path):
+def test_every_step_works_on_a_stand_in_gpu(tmp_path):
     """The real modules on the CPU at small sizes, one step failing."""
     machine = Machine(tmp_path)
     machine.tree = ROOT

@@ -20,7 +20,7 @@ def results(seed=0, *, step="captured", eager=2, retries=0):
 
 
 @pytest.fixture
-def on_card(monkeypatch):
+def on_gpu(monkeypatch):
     """Runs on a GPU that does not exist: two at a time take turns, by MPS they do not."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(processes._dali, "obstacle", lambda: None)
@@ -38,17 +38,15 @@ def on_card(monkeypatch):
     return asked
 
 
-def test_rates_of_two_runs_against_one(on_card, capsys):
+def test_rates_of_two_runs_against_one(on_gpu, capsys):
     assert processes.main([]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [line[:3] for line in lines[:3]] == [["fused", "1", "no"], ["fused", "2", "no"], ["fused", "2", "yes"]]
     assert [line[3:] for line in lines[:3]] == [["100.0", "1.00", "0"], ["100.0", "1.00", "1"], ["200.0", "2.00", "1"]]
-    assert on_card == [
-        (feed, n, n, mps) for feed in ("fused", "dali") for n, mps in ((1, False), (2, False), (2, True))
-    ]
+    assert on_gpu == [(feed, n, n, mps) for feed in ("fused", "dali") for n, mps in ((1, False), (2, False), (2, True))]
 
 
-def test_retries_are_counted(on_card, capsys):
+def test_retries_are_counted(on_gpu, capsys):
     assert processes.main(["--retries", "3"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "3 runs with dali: 3 captures were tried once more"
-    assert on_card == [("dali", 3, 1, False)]
+    assert on_gpu == [("dali", 3, 1, False)]

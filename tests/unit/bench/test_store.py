@@ -27,7 +27,9 @@ def make_row(**changes: str) -> dict[str, str]:
         device="cpu",
         median_us="20.0",
     )
-    row.update(p20_us="19.0", p80_us="22.5", card="A, B (R) CPU", torch="2.14", cuda="13.0", python="3.11", threads="2")
+    row.update(
+        p20_us="19.0", p80_us="22.5", processor="A, B (R) CPU", torch="2.14", cuda="13.0", python="3.11", threads="2"
+    )
     return {**row, "commit": "abc", "date": "2026-01-02", **changes}
 
 
@@ -75,19 +77,16 @@ def test_rows_are_added_and_never_lost(tmp_path):
         assert list(csv.DictReader(file)) == [first, second, first]
 
 
-def test_each_card_has_its_file(tmp_path):
-    card = make_row(device="cuda", card="NVIDIA H100 80GB HBM3", launches="4")
-    assert file_name(card) == "nvidia-h100-80gb-hbm3.csv"
-    assert sorted(path.name for path in append([card, make_row()], tmp_path)) == [
-        "cpu.csv",
-        "nvidia-h100-80gb-hbm3.csv",
-    ]
+def test_each_gpu_has_its_file(tmp_path):
+    gpu = make_row(device="cuda", processor="NVIDIA H100 80GB HBM3", launches="4")
+    assert file_name(gpu) == "nvidia-h100-80gb-hbm3.csv"
+    assert sorted(path.name for path in append([gpu, make_row()], tmp_path)) == ["cpu.csv", "nvidia-h100-80gb-hbm3.csv"]
 
 
 def test_a_file_with_other_columns_is_left_alone(tmp_path):
     (tmp_path / "cpu.csv").write_text("op,time\nsort,3\n")
     with pytest.raises(ValueError, match=r"cpu.csv has the columns 'op,time'; wanted 'op,impl"):
-        append([make_row(device="cuda", card="X"), make_row()], tmp_path)
+        append([make_row(device="cuda", processor="X"), make_row()], tmp_path)
     assert (tmp_path / "cpu.csv").read_text() == "op,time\nsort,3\n"
     assert not (tmp_path / "x.csv").exists()
 

@@ -20,7 +20,7 @@ def test_cmake_lines_quote_values_and_join_lists():
     assert lines == "set(ROOT [[/a b]])\nset(ARCHS [[80-real;120]])\nset(NONE [[]])\n"
 
 
-def test_cmake_is_told_that_setup_py_builds_an_emulated_card(monkeypatch, tmp_path):
+def test_cmake_is_told_that_setup_py_builds_an_emulated_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(describe, "decide", lambda *torch: describe.Build("emulated", None, [], "", {}))
     with pytest.raises(
         BuildError, match=r"MOSE_FAST_BACKEND=emulated is built by setup\.py alone: see docs/building\.md"

@@ -271,20 +271,20 @@ def test_no_op_asks_whether_a_device_is_cuda():
     assert files == []
 
 
-@pytest.mark.parametrize(("backend", "card"), [("cpu", None), ("cuda", "cuda"), ("emulated", "cpu")])
-def test_kernels_take_what_is_on_a_card_or_on_the_cpu_that_emulates_one(monkeypatch, backend, card):
+@pytest.mark.parametrize(("backend", "gpu"), [("cpu", None), ("cuda", "cuda"), ("emulated", "cpu")])
+def test_kernels_take_what_is_on_a_gpu_or_on_the_cpu_that_emulates_one(monkeypatch, backend, gpu):
     cpu, meta = torch.zeros(1), torch.zeros(1, device="meta")
     monkeypatch.setattr(_loader, "native", mose_fast)
     monkeypatch.setattr(_loader, "record", {"backend": backend})
-    assert _loader.gpu() == card
+    assert _loader.gpu() == gpu
     assert _loader.serves("null", cpu) and _loader.has_code("cpu")
-    assert _loader.has_code("cuda") == (card == "cuda") and not _loader.has_code("meta")
-    assert _loader.on_gpu("null", cpu, cpu) == (card == "cpu")
+    assert _loader.has_code("cuda") == (gpu == "cuda") and not _loader.has_code("meta")
+    assert _loader.on_gpu("null", cpu, cpu) == (gpu == "cpu")
     assert not _loader.on_gpu("null", cpu, meta) and not _loader.on_gpu("null", meta)
     # An op that is switched off is off on the GPU alone: csrc/cpu serves the host.
     monkeypatch.setattr(_loader, "off", {})
     _loader.switch_off({"null": "a row that failed"})
-    assert _loader.serves("null", cpu) == (card != "cpu") and not _loader.on_gpu("null", cpu)
+    assert _loader.serves("null", cpu) == (gpu != "cpu") and not _loader.on_gpu("null", cpu)
     assert _loader.serves("adam", cpu)
     monkeypatch.setattr(_loader, "native", None)
     assert _loader.gpu() is None and not _loader.on_gpu("adam", cpu) and not _loader.has_code("cpu")

@@ -59,7 +59,7 @@ def test_an_unknown_backend_is_refused():
 
 
 @pytest.mark.parametrize("torch_cuda", ["13.0", None])
-def test_an_emulated_card_takes_the_headers_of_any_toolkit_whatever_torch_is(torch_cuda):
+def test_an_emulated_gpu_takes_the_headers_of_any_toolkit_whatever_torch_is(torch_cuda):
     backend, toolkit, reason = choose_backend("emulated", torch_cuda, [CUDA_12, CUDA_13], LOOKED, CLANG)
     assert backend == "emulated" and toolkit is CUDA_12
     assert (
@@ -67,7 +67,7 @@ def test_an_emulated_card_takes_the_headers_of_any_toolkit_whatever_torch_is(tor
     )
 
 
-def test_an_emulated_card_without_clang_or_headers_is_an_error_that_says_what_to_install():
+def test_an_emulated_gpu_without_clang_or_headers_is_an_error_that_says_what_to_install():
     with pytest.raises(BuildError) as error:
         choose_backend("emulated", "13.0", [CUDA_13], [], None)
     assert (
@@ -162,6 +162,6 @@ def test_record_tells_the_toolkit_that_compiled_not_only_torchs():
     assert build_record("cpu", None, None, "2.14.1+cu130", "13.0", None, [])["backend"] == "cpu"
 
 
-def test_record_of_an_emulated_card_names_no_cuda_that_would_have_to_run():
+def test_record_of_an_emulated_gpu_names_no_cuda_that_would_have_to_run():
     record = build_record("emulated", None, None, "2.14.1", None, CUDA_12, [])
     assert (record["backend"], record["cuda"], record["archs"]) == ("emulated", None, [])

@@ -335,7 +335,7 @@ def test_what_cannot_be_padded_is_not(make, stream):
 
 
 @pytest.mark.parametrize(("name", "step"), [("mose", "captured"), ("mir", "captured")])
-def test_a_captured_step_is_refused_where_there_is_no_card(name, step):
+def test_a_captured_step_is_refused_where_there_is_no_gpu(name, step):
     with pytest.raises(
         ConfigError, match=r"step is 'captured', but the device is cpu.*; wanted step 'auto' or 'eager'"
     ):

@@ -15,12 +15,12 @@ from mose_fast.settings.run import ConfigError, RunConfig, StreamConfig
 from mose_fast.streams import create
 from mose_fast.train.pipeline import resident
 
-CPU, CARD = torch.device("cpu"), torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HALF = {"mean": (0.5,) * 3, "std": (0.25,) * 3}
 
 
 @pytest.fixture
-def card(monkeypatch):
+def gpu(monkeypatch):
     """A GPU that torch sees and a native library for it; learners then have no network, and a
     memory on the host.
     """
@@ -53,11 +53,11 @@ def learner(**settings) -> Learner:
     return find_method(config.method)(config, classes=10, **HALF)
 
 
-def test_a_run_on_a_card_with_nothing_else_set_is_the_fast_path(card):
-    card()
+def test_a_run_on_a_gpu_with_nothing_else_set_is_the_fast_path(gpu):
+    gpu()
     for device in ("cuda", "auto"):
         mose = learner(device=device)
-        assert mose.device == CARD
+        assert mose.device == GPU
         assert mose.precision == ("bf16", "auto: compute capability 9.0")
         assert mose.kernels == "fused" and mose.shadowed
         assert mose.stepping == ("captured", "") and mose.reads_losses_late and mose.planning is Planning.CAPTURED
@@ -71,16 +71,16 @@ def test_a_run_on_a_card_with_nothing_else_set_is_the_fast_path(card):
     assert not torch.backends.cudnn.benchmark
 
 
-def test_without_dali_the_native_op_makes_views_inside_the_graph(card):
-    card(dali="DALI is not installed")
+def test_without_dali_the_native_op_makes_views_inside_the_graph(gpu):
+    gpu(dali="DALI is not installed")
     mose = learner(device="cuda")
     assert mose.feed.name == "fused" and mose.feed.reason.startswith("DALI is not installed: pip install")
     assert mose.views.capturable
 
 
 @pytest.mark.parametrize("backend", ["cpu", None])
-def test_without_kernels_for_the_card_pytorch_runs_the_network_and_steps_are_still_captured(card, monkeypatch, backend):
-    card(backend=backend)
+def test_without_kernels_for_the_gpu_pytorch_runs_the_network_and_steps_are_still_captured(gpu, monkeypatch, backend):
+    gpu(backend=backend)
     if backend is None:
         monkeypatch.setattr("mose_fast._loader.native", None)
     mose = learner(device="cuda")
@@ -89,8 +89,8 @@ def test_without_kernels_for_the_card_pytorch_runs_the_network_and_steps_are_sti
 
 
 @pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-def test_older_cards_compute_in_fp32(card, capability):
-    card(capability)
+def test_older_gpus_compute_in_fp32(gpu, capability):
+    gpu(capability)
     assert learner(device="cuda").precision == (
         "fp32",
         "auto: compute capability {}.{}, bf16 wants 8.0".format(*capability),
@@ -98,8 +98,8 @@ def test_older_cards_compute_in_fp32(card, capability):
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_method_takes_bf16_and_native_kernels_and_says_how_its_steps_run(card, name):
-    card()
+def test_every_method_takes_bf16_and_native_kernels_and_says_how_its_steps_run(gpu, name):
+    gpu()
     made = learner(method=name, device="cuda")
     assert made.precision.name == "bf16"
     assert made.kernels == "fused"
@@ -107,19 +107,19 @@ def test_every_method_takes_bf16_and_native_kernels_and_says_how_its_steps_run(c
     assert made.stepping == (("captured", "") if made.planning is Planning.CAPTURED else ("eager", why))
 
 
-def test_a_method_that_is_not_captured_says_why(card):
-    card()
+def test_a_method_that_is_not_captured_says_why(gpu):
+    gpu()
     for name, why in {"mir": "looks at the network", "gdumb": "trains a new network for each evaluation"}.items():
         with pytest.raises(ConfigError, match=f"step is 'captured', but method '{name}' {why}.*; wanted step 'auto'"):
             learner(method=name, device="cuda", step="captured")
 
 
 @pytest.mark.parametrize(("free", "where"), [(80 * 2**30, "cuda"), (2**20, "cpu")])
-def test_images_lie_on_the_card_where_they_leave_half_of_it(card, monkeypatch, free, where):
-    card(free=free)
+def test_images_lie_on_the_gpu_where_they_leave_half_of_it(gpu, monkeypatch, free, where):
+    gpu(free=free)
     stream = create(StreamConfig("digits"))
     monkeypatch.setattr(type(stream), "to", lambda self, device: f"on {device}")
-    assert resident(stream, CARD) is stream if where == "cpu" else resident(stream, CARD) == "on cuda"
+    assert resident(stream, GPU) is stream if where == "cpu" else resident(stream, GPU) == "on cuda"
 
 
 def test_on_the_cpu_nothing_has_changed(monkeypatch):
@@ -130,7 +130,7 @@ def test_on_the_cpu_nothing_has_changed(monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", ["fp32", "tf32", "bf16"])
-def test_a_precision_that_is_asked_for_is_taken_anywhere(card, wanted):
+def test_a_precision_that_is_asked_for_is_taken_anywhere(gpu, wanted):
     assert choose_precision(wanted, CPU) == (wanted, "")
-    card((7, 5))
-    assert choose_precision(wanted, CARD) == (wanted, "")
+    gpu((7, 5))
+    assert choose_precision(wanted, GPU) == (wanted, "")

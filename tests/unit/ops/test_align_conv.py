@@ -349,7 +349,7 @@ def test_against_convolutions_of_pytorch():
 @pytest.mark.skipif(
     not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"
 )
-def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
+def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_gpu():
     native = _loader.native
     x, depthwise, pointwise, norm, state, gate = make(dtype=torch.float32)
     matrix, rows = pointwise.view(8, 8), torch.tensor(2, dtype=torch.int32)

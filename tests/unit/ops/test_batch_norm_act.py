@@ -268,7 +268,7 @@ def test_padding_alone():
 @pytest.mark.skipif(
     not (_loader.record and _loader.record["backend"] == "cuda"), reason="the native library has no CUDA code"
 )
-def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_card():
+def test_the_library_takes_these_arguments_and_refuses_memory_that_is_not_on_a_gpu():
     native, x, norm, state = _loader.native, make_map(), Norm.of(make_norm()), torch.zeros(4, CHANNELS)
     rows = torch.tensor(3, dtype=torch.int32)
     for call in (

@@ -100,7 +100,7 @@ def test_settings_that_change_no_result_may_change(stopped):
     assert resume(stopped)["resumed"] == 1
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a card takes device cuda")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU takes device cuda")
 def test_resume_hints_at_no_flag_since_it_takes_none(stopped, capsys):
     change_config(stopped, device="cuda")
     assert main(["resume", str(stopped)]) == 2

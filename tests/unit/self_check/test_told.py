@@ -142,13 +142,13 @@ def test_doctor_shows_the_verdict(emulated, monkeypatch):
     assert f"{SWITCH}=0 forbids it" in found()[0].found
 
 
-def test_doctor_has_a_line_for_each_kind_of_card(monkeypatch):
-    cards = [("Imagined 5000", 9, 0), ("Imagined 5000", 9, 0), ("Imagined 3000", 8, 6), ("Imagined 7000", 7, 5)]
+def test_doctor_has_a_line_for_each_kind_of_gpu(monkeypatch):
+    gpus = [("Imagined 5000", 9, 0), ("Imagined 5000", 9, 0), ("Imagined 3000", 8, 6), ("Imagined 7000", 7, 5)]
     monkeypatch.setattr(_loader, "native", SimpleNamespace())
     monkeypatch.setattr(_loader, "record", {"backend": "cuda", "archs": ["8.0", "9.0"]})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    properties = [SimpleNamespace(name=name, major=major, minor=minor) for name, major, minor in cards]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    properties = [SimpleNamespace(name=name, major=major, minor=minor) for name, major, minor in gpus]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
     assert [device.index for device in doctor._kinds()] == [0, 2]
 
@@ -169,7 +169,7 @@ def test_doctor_checks_anew_and_prints_each_row(emulated, capsys, monkeypatch):
     assert printed[:6] == ["cpu", *lines] and printed[6] == "cpu" and len(printed) == 10
 
 
-def test_doctor_without_a_card_says_so(capsys, monkeypatch):
+def test_doctor_without_a_gpu_says_so(capsys, monkeypatch):
     monkeypatch.setattr(_loader, "native", None)
     assert main(["doctor", "--check"]) == 0
     assert capsys.readouterr().out.startswith("there is no GPU that the native library has kernels for")

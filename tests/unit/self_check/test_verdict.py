@@ -82,7 +82,7 @@ def quietly(device=CPU):
         return settle(device)
 
 
-def test_a_check_that_passes_is_run_once_for_a_kind_of_card(process, monkeypatch, capsys):
+def test_a_check_that_passes_is_run_once_for_a_kind_of_gpu(process, monkeypatch, capsys):
     started = process()
     found = quietly()
     assert (found.state, [row.op for row in found.rows], found.off, _loader.off) == (
@@ -153,7 +153,7 @@ def test_a_part_in_which_its_process_dies_or_hangs_fails_and_the_others_go_on(pr
     assert "adam" in started()[1][1]  # is off in the steps
 
 
-def test_a_process_that_broke_its_card_hands_over_to_a_new_one(process):
+def test_a_process_that_broke_its_gpu_hands_over_to_a_new_one(process):
     started = process("if op == 'adam': row(op, 2.0)", after=f"if op == 'adam': sys.exit({module.RESTART})")
     with pytest.warns(RuntimeWarning, match="switched off: adam"):
         found = settle(CPU)
@@ -164,7 +164,7 @@ def test_a_process_that_broke_its_card_hands_over_to_a_new_one(process):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"before": "tell(obstacle='the card is busy'); sys.exit()"}, "the card is busy"),
+        ({"before": "tell(obstacle='the GPU is busy'); sys.exit()"}, "the GPU is busy"),
         ({"before": "import no_such_module"}, "status 1 .*no_such_module"),
         ({"inside": "os.kill(os.getpid(), signal.SIGKILL)"}, "was killed by SIGKILL"),  # for lack of memory
     ],

@@ -162,14 +162,14 @@ def failing(monkeypatch, allocator, *, broken: bool, failures: int = 2) -> None:
     _, underway = allocator
     begin, end, left = HostGraph.capture_begin, HostGraph.capture_end, [failures]
 
-    def asks_the_card(learner, static):
+    def asks_the_gpu(learner, static):
         raise ValueError("the first error, inside\nmore lines")
 
     def begins(graph, pool, capture_error_mode):
         begin(graph, pool, capture_error_mode)
         underway.append(pool)
         if left[0]:
-            CapturedStepsLearner.train_on = asks_the_card
+            CapturedStepsLearner.train_on = asks_the_gpu
 
     def ends(graph):
         end(graph)
@@ -196,7 +196,7 @@ def test_two_failures_end_capturing_and_harm_nothing(graphs, allocator, monkeypa
     assert steps.obstacle == "the first error, inside"
     assert str(captured.stepping) == "eager (no graph could be captured: the first error, inside)"
     # The whole traceback is kept, of both errors and down to the line that raised, and told.
-    assert "more lines" in steps.traceback and "in asks_the_card" in steps.traceback
+    assert "more lines" in steps.traceback and "in asks_the_gpu" in steps.traceback
     assert ("previous error during capture" in steps.traceback) == broken
     assert steps.traceback in str(told[0].message)
     assert found == taken(eager, CapturedSteps(eager, capture=False))

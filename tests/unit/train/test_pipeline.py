@@ -62,7 +62,7 @@ def test_a_pipeline_that_is_stopped_is_as_if_nothing_more_had_been_planned():
     assert [taken.position["batch"] for taken, _ in pipeline.run(batches(stream, 0)[3:])] == [3, 4, 5]
 
 
-def test_the_numbers_of_all_images_go_to_the_card_in_one_transfer(monkeypatch):
+def test_the_numbers_of_all_images_go_to_the_gpu_in_one_transfer(monkeypatch):
     """One a batch would wait for the GPU each time, since it comes from memory that the GPU
     cannot read by itself.
     """
@@ -135,7 +135,7 @@ class Event:
         return 1e3 * (later.number - self.number)
 
 
-def test_calls_on_a_card_are_timed_without_a_gap(monkeypatch):
+def test_calls_on_a_gpu_are_timed_without_a_gap(monkeypatch):
     """A call that finds the GPU idle is timed with its launch; the host waits once, when all have
     been launched.
     """
