@@ -5,6 +5,7 @@
 #   make test-all                       the slow tests too: half an hour on two cores
 #   make release                        checks, source distribution and tag of a version (docs/releasing.md)
 #   make paper-trial                    every table and figure of the paper with a small network (for the night)
+#   make docs                           these pages and the Python reference as a site with search, in build/site
 #   make mutants                        small changes to methods and losses by mutmut: prints what no test notices
 #   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, and with faults
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
@@ -31,7 +32,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
 
-.PHONY: train test test-all release paper-trial mutants nightly lint clean
+.PHONY: train test test-all docs release paper-trial mutants nightly lint clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/package.stamp
@@ -48,6 +49,12 @@ test: $(VENV)/test.stamp
 
 test-all: $(VENV)/test.stamp
 	$(PYTEST) $(PYTEST_ARGS)
+
+# A warning is an error: a link that leads nowhere, a page that no page lists, a docstring that cannot be read.
+docs: $(VENV)/docs.stamp
+	rm -rf build/site
+	$(VENV)/bin/python -m sphinx -EWq --keep-going -c docs/site -d build/doctrees . build/site
+	@echo "the site: build/site/index.html"
 
 # All runs behind the paper's tables, at width 8 with 20 images a task, and paper-trial.html. Rotating a digit changes
 # its label.
@@ -120,6 +127,10 @@ $(VENV)/package.stamp: $(VENV)/torch.stamp $(NATIVE)
 
 $(VENV)/test.stamp: $(VENV)/package.stamp
 	$(STEP) "installing what the tests need" "about 1 GB; 1 to 5 minutes" -- $(PIP) --no-build-isolation -e ".[test]"
+	@touch $@
+
+$(VENV)/docs.stamp: $(VENV)/package.stamp
+	$(STEP) "installing Sphinx" -- $(PIP) --no-build-isolation -e ".[docs]"
 	@touch $@
 
 $(VENV)/mutants.stamp: $(VENV)/test.stamp

@@ -50,7 +50,7 @@ __all__ = [
 settle_spinning(os.environ)
 
 # Everything but the settings needs torch, whose import takes more than a second.
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
         "METHODS": "mose_fast.methods",
@@ -69,7 +69,3 @@ __getattr__ = lazy_names(
         "tune": "mose_fast.experiments.tune.tuning",
     },
 )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__`` (PEP 562), which imports a name when it is first used from the
-    module in ``homes`` that defines it; a submodule defines itself.
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__`` (PEP 562). The first imports a name when it is
+    first used from the module in ``homes`` that defines it; a submodule defines itself. The second
+    lists these names too, for completion and help.
     """
 
     def find(name: str) -> Any:
@@ -21,4 +22,4 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, found)
         return found
 
-    return find
+    return find, lambda: sorted({*vars(sys.modules[package]), *homes})

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 # Evaluating needs torch; computing with accuracies does not.
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {
         "AnytimeSample": "mose_fast.evaluate.anytime",

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # These need torch; the refusal of a folder without an export does not.
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     dict.fromkeys(("Classifier", "DeployedNetwork", "Predictions"), "mose_fast.export.classifier")
     | {"classify_files": "mose_fast.export.predict", "export_run": "mose_fast.export.from_run"},

@@ -145,7 +145,7 @@ class ReplayMemory:
     def keep(
         self, name: str, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, *, by_steps: bool = False
     ) -> Tensor:
-        """Adds zeros [M, *shape], a row for each slot, to :meth:`tensors`; the caller of
+        """Adds zeros ``[M, *shape]``, a row for each slot, to :meth:`tensors`; the caller of
         :meth:`insert` writes them with :meth:`write_extra`. ``by_steps``: training steps write
         them, in their order, not the plans that store samples; undoing a plan then leaves them.
         """

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: The classifiers, and what their mean of experts averages: squared distances to the class means,
-#: or logits.
+#: What the mean of experts averages, by classifier: squared distances to class means, or logits.
 MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
+
+#: What classifies a feature: the nearest class mean, or the linear head.
 CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 

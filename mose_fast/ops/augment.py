@@ -62,11 +62,11 @@ def augment(
         views = apply_views(images, codes[layout[:, 2]], factors[layout[:, 2]], mean, std)
 
     Arithmetic is float32, whatever autocast says, rounded once to ``dtype``. Nothing is
-    differentiated. Before that rounding, native code is within 1e-5 (1 + |value|) of
+    differentiated. Before that rounding, native code is within 1e-5 (1 + abs(value)) of
     :func:`mose_fast.reference.augment.augment` in float64. The reference in float32, which serves
     where there is no native code and with ``plain``, is within max(1e-5, 2**-21 side / std)
-    (1 + |value|), with the longer side and the smallest std: PyTorch rounds the positions at which
-    a crop samples by a few units in the last place of the side, and from pixel to pixel a
+    (1 + abs(value)), with the longer side and the smallest std: PyTorch rounds the positions at
+    which a crop samples by a few units in the last place of the side, and from pixel to pixel a
     normalised value changes by up to 1 / std.
 
     Args:

@@ -49,7 +49,7 @@ def write_report(
     Args:
         folders: Run folders, or folders that hold some at any depth, such as a sweep's.
         out: Folder of the report; an earlier report in it is replaced, all other files stay. None:
-        ``report`` in the first of ``folders``.
+            ``report`` in the first of ``folders``.
         force: Put runs of different problems into the same tables, and say so on the page, instead
             of refusing.
 
@@ -58,7 +58,7 @@ def write_report(
 
     Raises:
         RunError: A folder does not exist, there is no finished run, or the report cannot be
-        written.
+            written.
         IncomparableRuns: The runs are of different problems and ``force`` is False.
     """
     folders = [Path(folder) for folder in folders]

@@ -95,7 +95,7 @@ class Comparison:
             infinite where they are all the same and not 0; NaN with fewer than three seeds, since
             two differences hardly tell their deviation.
         holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p``
-        for a comparison alone.
+            for a comparison alone.
     """
 
     a: str

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # These need torch; listing the streams does not.
-__getattr__ = lazy_names(
+__getattr__, __dir__ = lazy_names(
     __name__,
     {"StreamError": "mose_fast.streams.draws"}
     | dict.fromkeys(("NORMALISATIONS", "Normalisation", "Stream"), "mose_fast.streams.stream")

@@ -48,14 +48,14 @@ def run(
     Args:
         config: The settings; None builds them from ``settings`` with :meth:`RunConfig.create`.
         out: Folder for configuration, checkpoints, results, table, figure and TensorBoard events;
-        None writes nothing.
+            None writes nothing.
         stream: With ``config``: a :class:`Stream` made by hand, used instead of the one that
             ``config.stream`` names. Without: such a stream, or the name or the settings of one:
             ``"digits"``, a folder or an ``.npz`` file of yours.
         overwrite: Replace an earlier run in ``out``.
         listeners: Listeners, which are notified of what happens.
         whole_process: The wall time in the results begins with this process, imports included, not
-        with this call.
+            with this call.
         **settings: Without ``config``: the settings of the run, and switches of the method
             (:class:`MoseOptions` has those of MOSE), which may also be given by themselves:
             ``lr=0.01``, ``augment="simclr"``.
@@ -70,7 +70,7 @@ def run(
         ConfigError: A setting is unusable.
         StreamError: The data are missing or unusable.
         RunError: Another thread of this process is in a run; the folder is in use, holds files that
-        are not a run's, or cannot be written; or training diverged.
+            are not a run's, or cannot be written; or training diverged.
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the next batch; continue with :func:`resume`.
     """
     clock = Clock(whole_process=whole_process)
