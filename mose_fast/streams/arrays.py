@@ -186,6 +186,7 @@ def from_arrays(
     """
     settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
     kind, evaluate_on, name, mirror_safe = settings.kind, plain(evaluate_on), plain(name), plain(mirror_safe)
+    content = plain(content)
     batch, tasks, first_tasks = _count("batch", batch), _count("tasks", tasks), _count("first_tasks", first_tasks)
     limit_per_task = _count("limit_per_task", limit_per_task)
     prefix = f"{source}: " if source else ""
