@@ -227,12 +227,16 @@ def _by_dali() -> Callable[[Sequence[str], Sequence[bytes]], Iterable[np.ndarray
 
 
 def _usual_jpeg(data: bytes) -> bool:
-    """Whether a JPEG has 8 bits and a size that Pillow takes; 20 times as fast as Pillow."""
-    place = 2 if data[:2] == b"\xff\xd8" else len(data)
-    while place + 9 <= len(data):
+    """Whether a JPEG has a whole header, 8 bits, a size that Pillow takes, and an end; 20 times as
+    fast as Pillow. DALI 2.4 crashes with the process at some that are cut off.
+    """
+    place, usual = 2 if data[:2] == b"\xff\xd8" else len(data), False
+    while place + 9 <= len(data) and data[place] == 0xFF:
         marker, length, bits, height, width = struct.unpack_from(">xBHBHH", data, place)
+        if marker == 0xDA:  # the header's end
+            return usual and data.rfind(b"\xff\xd9", place) > 0
         # JPEG's markers of a frame, which begins with the bits and the size.
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return bits == 8 and height * width <= (Image.MAX_IMAGE_PIXELS or math.inf)
+            usual = bits == 8 and height * width <= (Image.MAX_IMAGE_PIXELS or math.inf)
         place += 2 + length
     return False

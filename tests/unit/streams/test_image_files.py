@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -87,8 +88,10 @@ def test_batches_are_decoded_in_order_and_not_far_ahead(photos, monkeypatch):
     for number, batch in enumerate(rows.split(7), 1):
         x, kept = next(coming)
         assert torch.equal(x, wanted[batch]) and torch.equal(kept, batch)
-        # Of 480, what came, what is left of a group of 32, and two groups that wait.
-        assert 7 * number - 7 < len(decoded) <= 7 * number + 4 * 32 or number > 50
+        if number in (1, 30):
+            time.sleep(0.2)  # in which as much is decoded as there is room for
+            # What came, what is left of a group of 32, and two groups that wait.
+            assert 7 * number < len(decoded) <= 7 * number + 31 + 2 * 32
     assert next(coming, None) is None and len(decoded) == 480
 
 

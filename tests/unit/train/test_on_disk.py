@@ -62,7 +62,7 @@ def test_damaged_files_stop_a_run_that_may_go_on_without_them(tmp_path, damaged)
 def test_a_resumed_run_leaves_out_the_same_files(tmp_path, damaged, batch):
     made, files = damaged
     settings = {**SETTINGS, "method": "er", "memory": 48, "stream": stream(made, on_error="skip", batch=batch)}
-    settings["evaluate_every"] = 24 // batch
+    settings["evaluate_every"] = 16 // batch  # within a task
     losses = Losses()
     with pytest.warns(UserWarning, match="left out") as said:
         whole = run(**settings, listeners=[losses])
@@ -74,6 +74,9 @@ def test_a_resumed_run_leaves_out_the_same_files(tmp_path, damaged, batch):
     assert len(losses.told) == 48 // batch and whole["steps"] == len(trained) == (46 if batch == 1 else 6)
     counted = [sum(row) for row in whole["confusion_by_task"]]
     assert counted == [5, 6]
+    classifier, expert = whole["resolved"]["classifier"], whole["resolved"]["expert"]
+    right = sum(row.get(str(label), 0) for label, row in enumerate(whole["confusion_by_class"]))
+    assert whole["sample_acc"][classifier][expert] == pytest.approx(right / 11)
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     jsonschema.validate(whole, schema())
     for stop in range(1, 48 // batch, 2 if batch == 8 else 30):
