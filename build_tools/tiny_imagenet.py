@@ -9,12 +9,12 @@ It serves to try the stream ``split-tiny-imagenet`` at full length without the r
 from __future__ import annotations
 
 import argparse
-import io
 import zipfile
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+
+from build_tools.image_folder import draw_jpeg
 
 _ROOT = "tiny-imagenet-200"
 
@@ -22,9 +22,6 @@ _ROOT = "tiny-imagenet-200"
 def write_zip(folder: Path, *, classes: int = 200, train: int = 500, val: int = 50) -> Path:
     """Writes and returns ``folder/tiny-imagenet-200.zip`` with so many classes, and training and
     validation images a class; the same arguments give the same pictures.
-
-    Each class has colours of its own, on a coarse grid, and each picture adds other ones: so that
-    classes can be learned, and files are as large as photos'.
     """
     random = np.random.default_rng(0)
     wnids = [f"n{1_000_000 + 17 * number:08d}" for number in range(classes)]
@@ -33,12 +30,7 @@ def write_zip(folder: Path, *, classes: int = 200, train: int = 500, val: int = 
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
 
         def picture(name: str, label: int) -> None:
-            mixed = colours[label] + random.normal(0, 40, (8, 8, 3))
-            image = Image.fromarray(mixed.clip(0, 255).astype(np.uint8)).resize((64, 64), Image.Resampling.BICUBIC)
-            noisy = np.asarray(image, np.int16) + random.integers(-12, 13, (64, 64, 1), np.int16)
-            file = io.BytesIO()
-            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=75)
-            archive.writestr(f"{_ROOT}/{name}", file.getvalue())
+            archive.writestr(f"{_ROOT}/{name}", draw_jpeg(random, colours[label], 64))
 
         # The official file does not sort the WordNet ids.
         archive.writestr(f"{_ROOT}/wnids.txt", "".join(f"{wnids[i]}\n" for i in random.permutation(classes)))

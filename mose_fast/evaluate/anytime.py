@@ -56,8 +56,9 @@ class AnytimeSample:
             features, _ = learner.outputs(memory.images[slots])
             means = ClassMeans(features, memory.labels[slots], learner.classes)
         rows = self.rows(learner.seen)
-        images = self.stream.x_test[upload(rows, self.stream.x_test.device)]
-        return accuracy_of(on_host([classify(*learner.outputs(images), means)]), self.stream.y_test[rows])
+        images = self.stream.test_images(rows, len(rows))
+        parts = [classify(*learner.outputs(part), means) for part in images]
+        return accuracy_of(on_host(parts), self.stream.y_test[self.stream.tested(rows)])
 
     def _slots(self, labels: Tensor) -> Tensor:
         """Slots with at most ``stored`` samples of each class, in the seed's random order."""

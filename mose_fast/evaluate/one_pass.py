@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mose_fast.device import upload
 from mose_fast.methods import Learner
 from mose_fast.nn import classify
 from mose_fast.streams import Stream
@@ -68,12 +67,13 @@ def evaluate_learner(
     stored, predicted = memory.labels[:trained].cpu(), classify(features[:, :trained], logits[:, :trained], means)
     buffer = _by_task(on_host([predicted]), stored, task_of_class[stored], task)
 
-    rows = torch.cat([stream.test_rows(t) for t in range(task + 1)])
+    of_tasks = [stream.test_rows(t) for t in range(task + 1)]
     if not stream.has_boundaries:
-        rows = rows[torch.isin(stream.y_test[rows], torch.tensor(learner.seen))]
+        of_tasks = [rows[torch.isin(stream.y_test[rows], torch.tensor(learner.seen))] for rows in of_tasks]
+    images = stream.test_images(torch.cat(of_tasks), learner.evaluation_batch)
+    parts = [classify(*learner.outputs(part), means) for part in images]
+    rows = torch.cat([stream.tested(rows) for rows in of_tasks])
     tasks = task_of_class[stream.y_test[rows]]
-    numbers = upload(rows, stream.x_test.device)
-    parts = [classify(*learner.outputs(stream.x_test[part]), means) for part in numbers.split(learner.evaluation_batch)]
     predictions = on_host(parts)
     test = _by_task(predictions, stream.y_test[rows], tasks, task)
     classifier, expert = learner.resolve_expert()
@@ -83,6 +83,7 @@ def evaluate_learner(
     confusion = torch.bincount(tasks * columns + taken_for, minlength=(task + 1) * columns).view(task + 1, columns)
     of_sample = None
     if sample is not None:
+        sample = stream.tested(sample)
         place = torch.empty(len(stream.y_test), dtype=torch.int64)
         place[rows] = torch.arange(len(rows))
         chosen = {c: {e: p[place[sample]] for e, p in experts.items()} for c, experts in predictions.items()}

@@ -131,7 +131,7 @@ def _training(config: RunConfig, stream: Stream, learner: Learner, budget: float
 
 def _evaluating(config: RunConfig, stream: Stream, learner: Learner) -> float:
     """Seconds of all evaluations: before training, and of memory and tests after every task."""
-    images = stream.x_test[: learner.evaluation_batch]
+    images = stream.x_test[torch.arange(min(learner.evaluation_batch, len(stream.x_test)))]
     times = _timed([lambda: learner.outputs(images)[0].sum().item()] * 3, 10.0)
     # Without task boundaries, as if the classes came evenly.
     tested = [len(stream.test_rows(task)) for task in range(len(stream.tasks))]

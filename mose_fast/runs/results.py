@@ -105,7 +105,7 @@ def build_results(
         """A metric that needs one after every task; null also without task boundaries."""
         return over_time(function, stream.has_boundaries)
 
-    images = [len(stream.test_rows(task)) for task in range(tasks)]
+    images = [len(stream.tested(stream.test_rows(task))) for task in range(tasks)]
     if anytime is not None:
         anytime = {**anytime, "average": over_all(lambda values: float(np.mean(values)), anytime["accuracy"])}
     trained, deployed = learner.costs()
@@ -138,6 +138,7 @@ def build_results(
         "class_names": list(stream.class_names),
         "held_out": None if stream.held_out is None else stream.held_out.rows.tolist(),
         "image_size": list(stream.image_size),
+        "skipped": records["skipped"],
         "evaluated_after": evaluated_after,
         "accuracy": accuracy,
         "buffer_accuracy": buffer_accuracy,

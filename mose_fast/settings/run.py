@@ -160,6 +160,23 @@ class StreamConfig(Declared):
         choices={"auto": "dali where it is installed and there are 2,000 files or more", "pil": "", "dali": ""},
         flag=True,
     )
+    load: str = _bookkeeping(
+        "auto",
+        "where an image folder's images are, with the same results",
+        choices={
+            "auto": "memory where three times the decoded images are free, else disk",
+            "memory": "all are decoded at the start",
+            "disk": "each is decoded when it comes",
+        },
+        flag=True,
+        cost=True,
+    )
+    on_error: str = _bookkeeping(
+        "stop",
+        "what happens at an image file that is damaged or of another size",
+        choices={"stop": "", "skip": "it is left out and results.json names it; load is disk then"},
+        flag=True,
+    )
     resize: int | None = _problem(
         None,
         "side in pixels that an image folder's images are resized and centre-cropped to",
@@ -179,6 +196,14 @@ class StreamConfig(Declared):
         alters=False,
         compare=False,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_error == "skip" and self.load == "memory":
+            raise ConfigError(
+                "stream.on_error is 'skip' with stream.load 'memory', which decodes all images at the start; wanted"
+                " stream.load 'disk', or stream.on_error 'stop'"
+            )
 
 
 #: Recipes of the random views, and what each draws.

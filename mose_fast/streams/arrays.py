@@ -13,6 +13,7 @@ from torch import Tensor
 from mose_fast.output import readable
 from mose_fast.settings.knob import MASKED, is_masked, plain, whole_number
 from mose_fast.settings.run import WITHOUT_BOUNDARIES, ConfigError, StreamConfig, near_matches, shown
+from mose_fast.streams.image_files import ImageFiles
 from mose_fast.streams.kinds import Kind, arrival_order, long_tail
 from mose_fast.streams.stream import (
     CLASS_ORDER,
@@ -30,11 +31,13 @@ from mose_fast.streams.stream import (
 _Recorded = list[list[tuple[np.ndarray, np.ndarray]]]
 
 
-def _images(x: Any, what: str) -> np.ndarray:
+def _images(x: Any, what: str) -> np.ndarray | ImageFiles:
     """Images, an array or tensor called ``what`` in messages, as uint8 [N, H, W, 3]; grey images
-    [N, H, W] are repeated to three channels. Raises StreamError, which says how to convert, if
-    type, number of channels or size cannot be used.
+    [N, H, W] are repeated to three channels; images in files stay as they are. Raises StreamError,
+    which says how to convert, if type, number of channels or size cannot be used.
     """
+    if isinstance(x, ImageFiles):  # which were looked at when their folder was
+        return x
     x = _unmasked(x, what)
     if not isinstance(x, np.ndarray):
         raise StreamError(f"{what} is a {type(x).__name__}; wanted a numpy array or a tensor, uint8 [N, H, W, 3]")
@@ -146,6 +149,7 @@ def from_arrays(
     labels: Sequence[int] | None = None,
     class_names: Sequence[str] | None = None,
     source: str = "",
+    content: str = "",
 ) -> Stream:
     """Makes a stream of your own arrays, which are not copied unless they must be converted.
 
@@ -174,12 +178,15 @@ def from_arrays(
         labels: All labels of the data set, sorted; None: those in ``y_train``.
         class_names: Names in the order of the sorted labels; None: the labels as text.
         source: The file that the arrays come from, for messages.
+        content: A hash, in hex digits, that the fingerprint has in place of the images' pixels;
+            empty: their pixels.
 
     StreamError: an array or argument cannot be used; ConfigError: a setting of the kind is out of
     range.
     """
     settings = Kind(kind, kind_seed, disjoint, blur, imbalance, drift)
     kind, evaluate_on, name, mirror_safe = settings.kind, plain(evaluate_on), plain(name), plain(mirror_safe)
+    content = plain(content)
     batch, tasks, first_tasks = _count("batch", batch), _count("tasks", tasks), _count("first_tasks", first_tasks)
     limit_per_task = _count("limit_per_task", limit_per_task)
     prefix = f"{source}: " if source else ""
@@ -211,7 +218,10 @@ def from_arrays(
         )
     names = _names(class_names, known)
     # Before class order and limit are applied: they are settings, not properties of the data.
-    of_data = fingerprint((x_train, y_train, *((x_test, y_test) if tested else ())), names)
+    of_data = [x_train, y_train, *((x_test, y_test) if tested else ())]
+    if content:
+        of_data = [np.frombuffer(bytes.fromhex(content), np.uint8), *of_data[1::2]]
+    of_data = fingerprint(of_data, names)
 
     if tasks is None:
         tasks = next((t for t in range(len(known) // 2, 1, -1) if len(known) % t == 0), 1)
@@ -239,24 +249,24 @@ def from_arrays(
     order = order[: first_tasks * each]
     head = np.full(len(known), -1)  # classes of later tasks
     head[order] = np.arange(len(order))
-    held_out = None
+    # Rows of the images that the stream has. The images themselves are taken once, at the end.
+    train, held_out = np.arange(len(y_train)), None
     if validation is not None:
         held_out = _hold_out(np.searchsorted(known, y_train), known, validation, validation_seed)
-        held = np.zeros(len(y_train), bool)
-        held[held_out.rows] = True
         if not tested:
-            x_test, y_test = x_train[held], y_train[held]
-        x_train, y_train = x_train[~held], y_train[~held]
-    y_train, y_test = head[np.searchsorted(known, y_train)], head[np.searchsorted(known, y_test)]
+            x_test, y_test = x_train, y_train
+        train = np.delete(train, held_out.rows)
+    test = np.arange(len(y_test)) if tested else held_out.rows.numpy()
+    y_train, y_test = head[np.searchsorted(known, y_train[train])], head[np.searchsorted(known, y_test[test])]
     if first_tasks < tasks:
-        x_train, y_train = x_train[y_train >= 0], y_train[y_train >= 0]
-        x_test, y_test = x_test[y_test >= 0], y_test[y_test >= 0]
+        train, y_train = train[y_train >= 0], y_train[y_train >= 0]
+        test, y_test = test[y_test >= 0], y_test[y_test >= 0]
     if limit_per_task is not None:
         kept = _limit(y_train, each, limit_per_task)
-        x_train, y_train = x_train[kept], y_train[kept]
+        train, y_train = train[kept], y_train[kept]
     if kind == "imbalanced":
         kept = long_tail(y_train, known[order], known, settings)
-        x_train, y_train = x_train[kept], y_train[kept]
+        train, y_train = train[kept], y_train[kept]
     split = tuple(tuple(range(t * each, (t + 1) * each)) for t in range(first_tasks))
     _refuse_untested(y_test, split, known[order], prefix)
     arrives = None
@@ -270,9 +280,9 @@ def from_arrays(
             )
     return Stream(
         name=name,
-        x_train=_tensor(x_train),
+        x_train=_chosen(x_train, train),
         y_train=_tensor(y_train),
-        x_test=_tensor(x_test),
+        x_test=_chosen(x_test, test),
         y_test=_tensor(y_test),
         tasks=split,
         class_order=tuple(known[order].tolist()),
@@ -533,6 +543,13 @@ def _hold_out(y: np.ndarray, known: np.ndarray, share: float, seed: int) -> Held
             )
         held.append(rows[draw_order(len(rows), seed, HELD_OUT + position)[:count]])
     return HeldOut(share, seed, torch.from_numpy(np.sort(np.concatenate(held))))
+
+
+def _chosen(images: np.ndarray | ImageFiles, rows: np.ndarray) -> Tensor | ImageFiles:
+    """Some images, in the order of their rows, int64 [n]; not copied where these are all."""
+    if isinstance(images, ImageFiles):
+        return images.subset(rows)
+    return _tensor(images if np.array_equal(rows, np.arange(len(images))) else images[rows])
 
 
 def _tensor(array: np.ndarray) -> Tensor:

@@ -31,11 +31,11 @@ def stamp(file: Path) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def arrays_of_parts(labelled: Mapping[str, Sequence[tuple[Any, int]]], images: np.ndarray) -> dict[str, np.ndarray]:
-    """The arrays of some parts, whose images follow one another, given the pairs of file and label
-    of each part.
+def arrays_of_parts(labelled: Mapping[str, Sequence[tuple[Any, int]]], images: Any) -> dict[str, Any]:
+    """The arrays of some parts, whose images follow one another in an array or in files, given the
+    pairs of file and label of each part.
     """
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for part, found in labelled.items():
         arrays[f"x_{part}"], images = images[: len(found)], images[len(found) :]
         arrays[f"y_{part}"] = np.array([label for _, label in found], np.int64)
@@ -43,10 +43,14 @@ def arrays_of_parts(labelled: Mapping[str, Sequence[tuple[Any, int]]], images: n
 
 
 def decoded_once(
-    cache: Path, stamps: Mapping[str, str], decode: Callable[[Path], dict[str, Any]], splits: Sequence[str]
+    cache: Path,
+    stamps: Mapping[str, str],
+    decode: Callable[[Path], dict[str, Any]],
+    splits: Sequence[str],
+    texts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What ``decode`` returns, or the copy of it that an earlier call has kept: the arrays of the
-    parts ``splits``, and ``class_names``.
+    parts ``splits``, ``class_names``, and what has the names ``texts``.
 
     The copy is made anew when the files have changed or it is damaged. A process that is killed
     leaves what it has decoded to the next one. Where the folder is read-only or the disk is full,
@@ -66,9 +70,9 @@ def decoded_once(
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
-                held: dict[str, Any] = dict(read_npz(cache, (*arrays_of(splits), "class_names")))
+                held: dict[str, Any] = dict(read_npz(cache, (*arrays_of(splits), "class_names", *texts)))
                 _remove_leftovers(cache, set())
-                return held | {"class_names": held["class_names"].tolist()}
+                return held | {name: held[name].tolist() for name in ("class_names", *texts)}
     _remove_leftovers(cache, {unfinished})
     decoded = decode(unfinished)
     contents = decoded | {"fingerprint": fingerprint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from mose_fast.device import available_bytes
 from mose_fast.output import readable
 from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_once, stamp
-from mose_fast.streams.decoding import Decoding, Source, decode_images
+from mose_fast.streams.decoding import Decoding, Source, UnusableImage, decode_image, decode_images, read_file
 from mose_fast.streams.draws import StreamError
+from mose_fast.streams.image_files import ImageFiles
 
 #: The file types that are read.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -22,19 +25,24 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 # How many of the files that are not read a warning names.
 _NAMED = 5
 
+# Making a stream of images in memory copies them.
+_COPIES = 3
+
 
 def read_folder(root: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str, Any]:
     """Reads ``root/train/<class>/<file>`` and ``root/test/<class>/<file>``, only the parts
     ``splits``; the folders of others are not opened.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
-    with a point are ignored. Resized images are kept in the folder, see
+    with a point are ignored. Resized images that are loaded into memory are kept in the folder, see
     :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
 
     Returns the arrays of these parts, labels numbering the class folders of ``train`` in sorted
-    order, and ``class_names``, the names of these folders as :func:`mose_fast.output.readable`
-    text. Raises StreamError if a folder is missing or empty, a file is damaged, or sizes differ or
-    cannot be used.
+    order; ``class_names``, the names of these folders as :func:`mose_fast.output.readable` text;
+    and ``content``, a hash of the files and of the size to which they are resized, which is the
+    same wherever the images are. Images that stay on the disk are :class:`ImageFiles`. Raises
+    StreamError if a folder is missing or empty, a file is damaged, or sizes differ or cannot be
+    used; of images on the disk, only if a file cannot be read or the first image cannot be used.
     """
     for part in splits:
         if not (root / part).is_dir():
@@ -67,15 +75,52 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str]) -> dict[s
     _warn_of_others(root, files, splits)
     sources: list[Source] = [(str(file), partial(read_file, file)) for file in files]
 
-    def decode(unfinished: Path) -> dict[str, Any]:
-        images = decode_resumably(sources, decoding, decoding.resize, unfinished)
-        return {**arrays_of_parts(labelled, images), "class_names": class_names}
+    def described(images: np.ndarray | ImageFiles) -> dict[str, Any]:
+        arrays = arrays_of_parts(labelled, images)
+        return {**arrays, "class_names": class_names, "content": _content(files, decoding)}
 
+    def decode(unfinished: Path) -> dict[str, Any]:
+        return described(decode_resumably(sources, decoding, decoding.resize, unfinished))
+
+    if decoding.load != "memory":
+        height, width = _first_size(sources, decoding)
+        # What is left out is known once it is decoded: the stream must not depend on it.
+        needed = decoding.load == "disk" or decoding.on_error == "skip"
+        if needed or _COPIES * len(files) * height * width * 3 > available_bytes():
+            return described(ImageFiles(root, [str(f.relative_to(root)) for f in files], (height, width), decoding))
     if decoding.resize is None:
-        return {**arrays_of_parts(labelled, _images(sources, decoding)), "class_names": class_names}
+        return described(_images(sources, decoding))
     # Copies of versions that read more than 8 bits a channel are made again.
     stamps = {"": "8 bits a channel"} | {file.relative_to(root).as_posix(): stamp(file) for file in files}
-    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits)
+    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits, ("content",))
+
+
+def _content(files: Sequence[Path], decoding: Decoding) -> str:
+    """The hash of the files' bytes, in order, and of the size to which they are resized, in hex
+    digits.
+    """
+    digest = hashlib.sha256(f"{decoding.resize}".encode())
+    for file in files:
+        data = read_file(file)
+        digest.update(f" {len(data)} ".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _first_size(sources: Sequence[Source], decoding: Decoding) -> tuple[int, int]:
+    """Height and width of the images: those of the first one, where they are not resized."""
+    if decoding.resize is not None:
+        return decoding.resize, decoding.resize
+    for number, (file, read) in enumerate(sources, 1):
+        try:
+            height, width = decode_image(read(), file).shape[:2]
+        except UnusableImage:
+            if decoding.on_error == "stop" or number == len(sources):
+                raise
+        else:
+            _check_sides(file, height, width)
+            break
+    return height, width
 
 
 def _images(files: Sequence[Source], decoding: Decoding) -> np.ndarray:
@@ -89,13 +134,17 @@ def _images(files: Sequence[Source], decoding: Decoding) -> np.ndarray:
                 f"{files[0][0]} is {first} and {file} is {height}x{width}; wanted images of one size: resize them with"
                 " --resize N (stream.resize)"
             )
-        if height % 8 or width % 8:
-            raise StreamError(
-                f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images, for example with"
-                " --resize N (stream.resize)"
-            )
+        _check_sides(file, height, width)
         images.append(image)
     return np.stack(images)
+
+
+def _check_sides(file: str, height: int, width: int) -> None:
+    if height % 8 or width % 8:
+        raise StreamError(
+            f"{file} is {height}x{width}; wanted sides divisible by 8: pad or resize the images, for example with"
+            " --resize N (stream.resize)"
+        )
 
 
 def _warn_of_others(root: Path, read: list[Path], splits: Sequence[str]) -> None:
@@ -127,11 +176,3 @@ def _image_files(folder: Path) -> list[Path]:
         return []
     found = (p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
     return sorted(found, key=os.fsencode)
-
-
-def read_file(file: Path) -> bytes:
-    """The file's bytes. Raises StreamError if it cannot be read."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise StreamError(f"cannot read {file}: {error.strerror}") from error

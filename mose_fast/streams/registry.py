@@ -104,12 +104,15 @@ def create(config: StreamConfig, watch: Watch | None = None, *, evaluate_on: str
             than the configuration, or cannot be split as asked.
     """
     splits = ("train",) if evaluate_on == "validation" else SPLITS
-    decoding = Decoding(config.decoder, watch, config.resize)
+    decoding = Decoding(config.decoder, watch, config.resize, config.load, config.on_error)
     entry, path = _STREAMS.get(config.name), Path(config.name).expanduser()
-    if config.resize is not None and (entry or path.is_file()):
-        raise StreamError(
-            f"stream.resize is {config.resize}, but {config.name!r} is no image folder; wanted one, or no stream.resize"
-        )
+    of_folders = {"resize": config.resize is None, "load": config.load != "disk", "on_error": config.on_error == "stop"}
+    for name, usual in of_folders.items():
+        if not usual and (entry or path.is_file()):
+            raise StreamError(
+                f"stream.{name} is {getattr(config, name)}, but {config.name!r} is no image folder; wanted one, or no"
+                f" stream.{name}"
+            )
     if entry:
         contents = entry.read(_data_dir(config.data_dir), decoding, splits)
         contents |= {"name": config.name, "mirror_safe": entry.mirror_safe}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mose_fast.device import upload
 from mose_fast.streams.draws import StreamError, draw_order
+from mose_fast.streams.image_files import ImageFiles
 from mose_fast.streams.kinds import Kind
 
 
@@ -84,6 +86,7 @@ class Stream:
 
     Attributes:
         x_train, y_train: Training images, uint8 [N, H, W, 3], and the head index of each, int64.
+            The images are a tensor, or stay in their files.
         x_test, y_test: The same of what the learner is evaluated on: the test images, or the
             held-out training images where :attr:`split` is ``validation``.
         tasks: The head indices of each task's classes; a stream without task boundaries is one
@@ -104,9 +107,9 @@ class Stream:
     """
 
     name: str
-    x_train: Tensor
+    x_train: Tensor | ImageFiles
     y_train: Tensor
-    x_test: Tensor
+    x_test: Tensor | ImageFiles
     y_test: Tensor
     tasks: tuple[tuple[int, ...], ...]
     class_order: tuple[int, ...]
@@ -180,6 +183,26 @@ class Stream:
     def test_rows(self, task: int) -> Tensor:
         """Indices into ``x_test`` of a task, in data order: int64 [n], or IndexError."""
         return self._rows[1][self._existing(task)]
+
+    def test_images(self, rows: Tensor, size: int) -> Iterator[Tensor]:
+        """Images of ``x_test``, int64 rows [n] on the host, at most ``size`` at a time and on the
+        device of the images. Those that are left out, see :class:`ImageFiles`, do not come.
+        """
+        if isinstance(self.x_test, ImageFiles):
+            return (images for images, _ in self.x_test.ahead(rows.split(size)) if len(images))
+        return (self.x_test[part] for part in upload(rows, self.x_test.device).split(size))
+
+    def tested(self, rows: Tensor) -> Tensor:
+        """The rows of those images that came from :meth:`test_images`. Raises StreamError if none
+        did.
+        """
+        return self.x_test.readable(rows) if isinstance(self.x_test, ImageFiles) else rows
+
+    @property
+    def skipped(self) -> list[str]:
+        """The files, by their paths in the folder, whose images were left out so far, sorted."""
+        parts = (images for images in (self.x_train, self.x_test) if isinstance(images, ImageFiles))
+        return sorted({file for images in parts for file in images.skipped})
 
     def batches(self, part: int, *, seed: int, epoch: int = 0) -> list[Tensor]:
         """The batches of a part in the order of their arrival, as int64 indices into ``x_train``;

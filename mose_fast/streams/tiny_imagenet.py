@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_once, stamp
-from mose_fast.streams.decoding import Decoding
+from mose_fast.streams.decoding import Decoding, read_file
 from mose_fast.streams.draws import StreamError
-from mose_fast.streams.folder import read_file
 
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"

@@ -56,7 +56,8 @@ class Loop:
             epoch; ``done`` counts batches over the whole run. After the parts of the stream,
             training on the final memory is one more.
         records: The results of all evaluations so far, how often the run was resumed, how many
-            steps were replayed, and how many captures were tried once more.
+            steps were replayed, how many captures were tried once more, and the image files
+            ``skipped``.
             ``test`` and ``buffer``: accuracies on test images and on memory samples (None for a
             task without) by classifier and expert, a row for each of ``evaluated_after``, the parts
             of the stream with an evaluation. ``confusion``: test images by task and predicted task
@@ -82,7 +83,7 @@ class Loop:
         self.presented = self.stream.as_one_task() if learner.joint_stream else self.stream
         self.position = {"task": 0, "epoch": 0, "batch": 0, "done": 0}
         self.records: dict[str, Any] = {
-            **{"resumed": 0, "replayed": 0, "retries": 0},
+            **{"resumed": 0, "replayed": 0, "retries": 0, "skipped": []},
             **{"test": {}, "buffer": {}, "evaluated_after": [], "confusion": [], "confusion_by_class": []},
             "anytime": None,
             "evaluation_points": None if stream.has_boundaries else {"images_seen": [], "classes_seen": []},
@@ -303,6 +304,7 @@ class Loop:
                 self.writer.wait()
         with self.clock.timed("evaluate"):
             untrained = self._untrained()
+        self._note_skipped()
         results = build_results(
             self.config, self.stream, self.learner, self.identity, self.records, untrained, self.clock
         )
@@ -346,6 +348,7 @@ class Loop:
         with self.clock.timed("checkpoint"):
             self.pipeline.ring.synchronise()
             self.learner.check_kept()
+            self._note_skipped()
             # Before the copy: asking waits for the GPU, which would hide a copy that is not waited
             # for.
             numbers = copy.deepcopy(self.learner.values())
@@ -382,6 +385,10 @@ class Loop:
                 f"the checkpoint {checkpoint} does not belong to the configuration beside it: {error}"
             ) from error
         self.records["resumed"] += 1
+
+    def _note_skipped(self) -> None:
+        """Adds the files that this process left out to those of the run before it was resumed."""
+        self.records["skipped"] = sorted({*self.records["skipped"], *self.stream.skipped})
 
     def _notify(self, event: str, *arguments: Any) -> None:
         for listener in self.listeners:

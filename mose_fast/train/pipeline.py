@@ -16,6 +16,7 @@ from mose_fast.device import upload
 from mose_fast.methods import Learner, Prepared
 from mose_fast.runs.clock import Clock
 from mose_fast.streams import Stream
+from mose_fast.streams.image_files import ImageFiles
 from mose_fast.train.captured import CapturedSteps
 from mose_fast.train.ring import Ring
 
@@ -26,7 +27,7 @@ class Batch(NamedTuple):
     """
 
     position: dict[str, int]
-    content: Callable[[], dict[str, Any]] | Tensor
+    content: Callable[[], dict[str, Any] | None] | Tensor
 
 
 #: Largest number of steps whose losses have not arrived. It limits how far the host runs ahead of a
@@ -182,12 +183,23 @@ class Pipeline:
 
 def incoming(
     stream: Stream, task: int, batches: Sequence[Tensor], *, train: bool = True, store: bool = True
-) -> list[Callable[[], dict[str, Any]]]:
+) -> list[Callable[[], dict[str, Any] | None]]:
     """The contents of a stream's batches, in the form that :class:`Batch` takes: rows int64 on the
     host; the images may be on a GPU. ``train``, ``store``: as :meth:`Learner.prepare` has them.
+    Contents of images in files are decoded ahead, and must be taken in order.
     """
     if not batches:
         return []
+    if isinstance(stream.x_train, ImageFiles):
+        coming = stream.x_train.ahead(batches)
+
+        def decoded() -> dict[str, Any] | None:
+            x, rows = next(coming)
+            if not len(rows):
+                return None
+            return {"x": x, "y": stream.y_train[rows], "task": task, "index": rows, "train": train, "store": store}
+
+        return [decoded] * len(batches)
     # The images' numbers go to the images' device in one transfer; a transfer for each batch would
     # wait for the GPU each time.
     numbers = upload(torch.cat(list(batches)), stream.x_train.device).split([len(rows) for rows in batches])
@@ -200,8 +212,10 @@ def incoming(
 
 
 def resident(stream: Stream, device: torch.device) -> Stream:
-    """The stream with its images on the GPU, if they leave half of the free memory to the run."""
-    if device.type != "cuda":
+    """The stream with its images on the GPU, if they leave half of the free memory to the run;
+    images in files stay there.
+    """
+    if device.type != "cuda" or isinstance(stream.x_train, ImageFiles):
         return stream
     size = stream.x_train.nbytes + stream.x_test.nbytes
     return stream.to(device) if 2 * size <= torch.cuda.mem_get_info(device)[0] else stream

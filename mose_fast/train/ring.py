@@ -113,15 +113,19 @@ class Ring:
         waiting = self._waiting
         return len(waiting) >= self.depth or (bool(waiting) and isinstance(waiting[-1].prepared, WholeBatch))
 
-    def put(self, batch: Callable[[], dict[str, Any]] | Tensor) -> None:
+    def put(self, batch: Callable[[], dict[str, Any] | None] | Tensor) -> None:
         """Prepares a batch: the result of a function, called on the ring's stream, of the arguments
-        of :meth:`mose_fast.methods.Learner.prepare`; or slots to rehearse, int64 [n].
+        of :meth:`mose_fast.methods.Learner.prepare`, or None for a batch without images; or slots
+        to rehearse, int64 [n].
         """
         with self._on_stream():
             if isinstance(batch, Tensor):
                 prepared = self.learner.prepare_rehearsal(batch)
+            elif (arguments := batch()) is not None:
+                prepared = self.learner.prepare(**arguments)
             else:
-                prepared = self.learner.prepare(**batch())
+                with self.learner.data.record() as before:
+                    prepared = Prepared(self.learner, before)
             ready = None if self._stream is None else self._stream.record_event()
             views = [
                 self._feeder.put(step.inputs.make, _tensors(step.plan))

@@ -144,9 +144,12 @@ def drawn(task, **how):
     return memory.draw(**how).tolist()
 
 
+IMAGES_AND_LABELS = ("x_train", "y_train", "x_test", "y_test")
+
+
 def made(stream):
     """What a stream is and in which order it comes, without its images."""
-    about = {f.name: getattr(stream, f.name) for f in dataclasses.fields(stream) if f.type not in ("Tensor",)}
+    about = {f.name: getattr(stream, f.name) for f in dataclasses.fields(stream) if f.name not in IMAGES_AND_LABELS}
     about |= {"order": [rows.tolist() for part in range(stream.parts) for rows in stream.batches(part, seed=3)]}
     held = about.pop("held_out")
     return about | {"held": held and (held.share, held.seed, held.rows.tolist()), "arrival": None}
@@ -178,6 +181,7 @@ STREAM = {
     "labels": [0, 1, 2, 3],
     "class_names": ["a", "b", "c", "d"],
     "source": "file.npz",
+    "content": "0a1b",
 }
 CALLS = {
     create_learner: (

@@ -23,6 +23,7 @@ from tests.declared import SETTINGS, outside
 
 # Another value of every setting that neither problem nor method needs to be what it is.
 BOOKKEEPING = {"stream.data_dir": "/data", "stream.decoder": "pil", "checkpoint_every": 3, "tuned": "by hand"}
+BOOKKEEPING |= {"stream.load": "disk", "stream.on_error": "skip"}
 EXECUTION = {
     "device": "cpu",
     "feed": "torch",

@@ -109,6 +109,15 @@ def test_a_damaged_file_among_good_ones_is_named(damage):
     assert len(decoded(good, "dali")) == 3
 
 
+def test_a_jpeg_that_is_cut_off_is_left_to_pillow():
+    """DALI 2.4 takes the process with it at some that end within their header."""
+    for kind in ("4:2:0", "progressive", "restarts", "grey", "turned"):
+        data = KINDS[kind]
+        assert decoding._usual_jpeg(data) and decoding._usual_jpeg(data + b"more")
+        assert not any(decoding._usual_jpeg(data[:end]) for end in range(len(data) - 1))
+    assert not decoding._usual_jpeg(KINDS["png"])
+
+
 @pytest.fixture
 def other_pixels(monkeypatch):
     """A DALI that is found to decode the first file differently."""
