@@ -1,0 +1,66 @@
+"""A learner as a network of another library's benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mose_fast.integrations.images import Images
+from mose_fast.methods import create_learner
+from mose_fast.train.loop import TrainingDiverged
+
+
+class Adapter(nn.Module):
+    """A learner that takes a benchmark's images, and the number of its task.
+
+    Args:
+        method: The method's name.
+        images: How images are turned back.
+        settings: Other arguments of :func:`mose_fast.create_learner`.
+    """
+
+    def __init__(self, method: str, images: Images, **settings: Any) -> None:
+        super().__init__()
+        self.images = images
+        self.learner = create_learner(method=method, **images.spec, **settings)
+
+    def begin_task(self, classes: Sequence[int] | None = None, batches: int | None = None) -> None:
+        """Begins the next task, with its classes and its number of batches, repeated ones counted
+        again, as far as they are known.
+        """
+        learner = self.learner
+        learner.begin_task(0 if learner.task is None else learner.task + 1, classes)
+        learner.data.task_batches = batches
+
+    def observe(self, x: Tensor, y: Tensor, *, store: bool) -> Tensor:
+        """Learns from images (:meth:`Images.raw`) and labels, int64 [B], of the current task; the
+        first task begins by itself. Returns the minimised loss, a scalar; 0 if nothing was trained.
+
+        Raises:
+            ValueError: An image or a label is unusable.
+            TrainingDiverged: A loss is not finite.
+        """
+        learner = self.learner
+        losses = learner.observe(self.images.raw(x), y, learner.task or 0, store=store)
+        if learner.diverged:
+            raise TrainingDiverged(f"the loss is not finite after step {learner.steps}; lower lr, or use another seed")
+        return torch.zeros((), device=learner.device) if losses is None else next(iter(losses.values())).detach()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """The share of each class, float32 [B, K] on the learner's device: in evaluation mode 1 for
+        the label that ``learner.predict`` gives; in training mode the softmax of the last expert's
+        linear classifier, which costs one forward pass of these images alone. Zeros while there is
+        nothing to predict from.
+        """
+        learner, images = self.learner, self.images.raw(x)
+        nearest = not self.training and learner.resolve_expert()[0] == "ncm"
+        if not learner.seen or (nearest and not learner.memory.filled):
+            return torch.zeros(len(x), learner.classes, device=learner.device)
+        if self.training:
+            return learner.outputs(images)[1][-1].softmax(-1)
+        return F.one_hot(learner.predict(images), learner.classes).float().to(learner.device)
