@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mose_fast.integrations.images import Images
 from mose_fast.methods import create_learner
+from mose_fast.settings.run import ConfigError
 from mose_fast.train.loop import TrainingDiverged
 
 
@@ -21,12 +22,20 @@ class Adapter(nn.Module):
         method: The method's name.
         images: How images are turned back.
         settings: Other arguments of :func:`mose_fast.create_learner`.
+
+    ConfigError: an argument is unusable, or the method learns the stream as a whole.
     """
 
     def __init__(self, method: str, images: Images, **settings: Any) -> None:
         super().__init__()
         self.images = images
         self.learner = create_learner(method=method, **images.spec, **settings)
+        train_on = self.learner.config.train_on
+        if self.learner.joint_stream or train_on != "stream":
+            raise ConfigError(
+                f"method {method!r} with train_on {train_on!r} learns the stream as a whole, which another library's"
+                " loop does not present; wanted mose_fast.run for it"
+            )
 
     def begin_task(self, classes: Sequence[int] | None = None, batches: int | None = None) -> None:
         """Begins the next task, with its classes and its number of batches, repeated ones counted
@@ -50,7 +59,6 @@ class Adapter(nn.Module):
             raise TrainingDiverged(f"the loss is not finite after step {learner.steps}; lower lr, or use another seed")
         return torch.zeros((), device=learner.device) if losses is None else next(iter(losses.values())).detach()
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """The share of each class, float32 [B, K] on the learner's device: in evaluation mode 1 for
         the label that ``learner.predict`` gives; in training mode the softmax of the last expert's
@@ -63,4 +71,7 @@ class Adapter(nn.Module):
             return torch.zeros(len(x), learner.classes, device=learner.device)
         if self.training:
             return learner.outputs(images)[1][-1].softmax(-1)
-        return F.one_hot(learner.predict(images), learner.classes).float().to(learner.device)
+        # Some methods train for an evaluation, for which others switch gradients off.
+        with torch.enable_grad():
+            labels = learner.predict(images)
+        return F.one_hot(labels, learner.classes).float().to(learner.device)

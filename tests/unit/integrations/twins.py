@@ -11,6 +11,10 @@ from torch.utils.data import TensorDataset
 import mose_fast
 from mose_fast.streams import Stream
 
+# Settings of the learners on Split MNIST, and on a stream of noise.
+SMALL = {"width": 4, "memory": 100, "seed": 3, "device": "cpu"}
+TINY = {"width": 1, "memory": 20, "device": "cpu", "options": {"buffer_batch": 10}}
+
 
 class Twin(NamedTuple):
     """A stream; its tasks as data sets, the training images in the order in which the stream's
@@ -32,7 +36,7 @@ def twin_of(stream: Stream, seed: int, *, crop: int = 0, channels: int = 3) -> T
 
     def dataset(x: Tensor, y: Tensor) -> TensorDataset:
         x = x[:, crop : crop + side, crop : crop + side, :channels].permute(0, 3, 1, 2)
-        made = TensorDataset((x / 255 - mean) / std, y)
+        made = TensorDataset(((x / 255 - mean) / std).contiguous(), y)
         made.targets = y.tolist()
         return made
 
