@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mose_fast.integrations.images import Images
 from mose_fast.methods import create_learner
+from mose_fast.nn import classify
 from mose_fast.settings.run import ConfigError
 from mose_fast.train.loop import TrainingDiverged
 
@@ -21,14 +22,15 @@ class Adapter(nn.Module):
     Args:
         method: The method's name.
         images: How images are turned back.
+        exact_training_accuracy: See :meth:`forward`.
         settings: Other arguments of :func:`mose_fast.create_learner`.
 
     ConfigError: an argument is unusable, or the method learns the stream as a whole.
     """
 
-    def __init__(self, method: str, images: Images, **settings: Any) -> None:
+    def __init__(self, method: str, images: Images, *, exact_training_accuracy: bool, **settings: Any) -> None:
         super().__init__()
-        self.images = images
+        self.images, self._exact = images, exact_training_accuracy
         self.learner = create_learner(method=method, **images.spec, **settings)
         train_on = self.learner.config.train_on
         if self.learner.joint_stream or train_on != "stream":
@@ -60,18 +62,21 @@ class Adapter(nn.Module):
         return torch.zeros((), device=learner.device) if losses is None else next(iter(losses.values())).detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The share of each class, float32 [B, K] on the learner's device: in evaluation mode 1 for
-        the label that ``learner.predict`` gives; in training mode the softmax of the last expert's
-        linear classifier, which costs one forward pass of these images alone. Zeros while there is
-        nothing to predict from.
+        """The prediction for images, one-hot float32 [B, K] on the learner's device, as
+        ``learner.predict`` gives it; in training mode by the network as it stands, also where a
+        method trains it for evaluations, and, unless the accuracy there is to be exact, by the last
+        expert's linear classifier. Zeros while there is nothing to predict from.
         """
         learner, images = self.learner, self.images.raw(x)
-        nearest = not self.training and learner.resolve_expert()[0] == "ncm"
+        linear = self.training and not self._exact
+        classifier, expert = learner.resolve_expert(*(("linear", "last") if linear else ()))
+        nearest = classifier == "ncm"
         if not learner.seen or (nearest and not learner.memory.filled):
             return torch.zeros(len(x), learner.classes, device=learner.device)
         if self.training:
-            return learner.outputs(images)[1][-1].softmax(-1)
-        # Some methods train for an evaluation, for which others switch gradients off.
-        with torch.enable_grad():
-            labels = learner.predict(images)
-        return F.one_hot(labels, learner.classes).float().to(learner.device)
+            labels = classify(*learner.outputs(images), learner.class_means() if nearest else None)[classifier][expert]
+        else:
+            # Other libraries switch gradients off, and some methods train here.
+            with torch.enable_grad():
+                labels = learner.predict(images)
+        return F.one_hot(labels.to(learner.device), learner.classes).float()

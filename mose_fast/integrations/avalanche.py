@@ -92,6 +92,7 @@ def strategy(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     mirror_safe: bool = True,
+    exact_training_accuracy: bool = True,
     train_mb_size: int = 10,
     train_epochs: int = 1,
     eval_mb_size: int = 256,
@@ -113,6 +114,9 @@ def strategy(
         image_size, mean, std: Of the benchmark's images; see
             :class:`mose_fast.integrations.images.Images`.
         mirror_safe: False where mirroring an image changes its label.
+        exact_training_accuracy: Whether training batches, before they are trained on, are predicted
+            by the method's own classifier, for which class means cost a pass over the memory each
+            time; False: by the last expert's linear classifier.
         train_mb_size, train_epochs, eval_mb_size, plugins, evaluator, eval_every, peval_mode: As in
             Avalanche; ``train_epochs`` is the setting ``epochs``, too.
         **settings: See :func:`mose_fast.create_learner`.
@@ -122,9 +126,17 @@ def strategy(
     Raises:
         ConfigError: See :func:`mose_fast.create_learner`.
     """
-    images = Images(image_size, mean, std)
+    adapter = Adapter(
+        method,
+        Images(image_size, mean, std),
+        exact_training_accuracy=exact_training_accuracy,
+        classes=classes,
+        mirror_safe=mirror_safe,
+        epochs=train_epochs,
+        **settings,
+    )
     return LearnerStrategy(
-        model=Adapter(method, images, classes=classes, mirror_safe=mirror_safe, epochs=train_epochs, **settings),
+        model=adapter,
         train_mb_size=train_mb_size,
         train_epochs=train_epochs,
         eval_mb_size=eval_mb_size,

@@ -67,8 +67,9 @@ class LearnerClassifier(BatchClassifier, Handler):
             self.learner.end_task()
 
     def batch_predict_proba(self, x: Tensor) -> Tensor:
-        """Shares float32 [B, K] on the CPU: see :meth:`Adapter.forward`. In the loop, batches that
-        are then trained on are predicted in training mode, all others in evaluation mode.
+        """Predictions, one-hot float32 [B, K] on the CPU: see :meth:`Adapter.forward`. In the loop,
+        batches that are then trained on are predicted in training mode, all others in evaluation
+        mode.
         """
         return self._adapter(self._images(x)).cpu()
 
@@ -116,6 +117,7 @@ def learner(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     mirror_safe: bool = True,
+    exact_training_accuracy: bool = True,
     boundaries: bool = True,
     tasks: Sequence[Collection[int]] | None = None,
     task_batches: Sequence[int] | None = None,
@@ -130,6 +132,9 @@ def learner(
         shape: (C, H, W) of the images; None: the schema's.
         mean, std: See :class:`mose_fast.integrations.images.Images`.
         mirror_safe: False where mirroring an image changes its label.
+        exact_training_accuracy: Whether the loop's batches, before they are trained on, are
+            predicted by the method's own classifier, for which class means cost a pass over the
+            memory each time; False: by the last expert's linear classifier.
         boundaries: Whether the learner is told where tasks begin and end; False: all are one task,
             which ends after the loop's last evaluation.
         tasks: The classes of each task (``task_schedule`` of CapyMOA's scenarios), for methods and
@@ -147,6 +152,12 @@ def learner(
     shape = tuple(schema.shape if shape is None else shape)
     if len(shape) != 3:
         raise ConfigError(f"shape is {shown(shape)}; wanted (C, H, W), where the schema has no shape of images")
-    images = Images(shape[1:], mean, std)
-    adapter = Adapter(method, images, classes=schema.get_num_classes(), mirror_safe=mirror_safe, **settings)
+    adapter = Adapter(
+        method,
+        Images(shape[1:], mean, std),
+        exact_training_accuracy=exact_training_accuracy,
+        classes=schema.get_num_classes(),
+        mirror_safe=mirror_safe,
+        **settings,
+    )
     return LearnerClassifier(schema, adapter, shape, boundaries, tasks, task_batches)

@@ -90,13 +90,16 @@ def test_without_boundaries_all_is_one_task(tiny, one_thread):
         evaluated(tiny, learner_for(tiny, "ssil", boundaries=False, **TINY))
 
 
-def test_batches_are_predicted_by_the_network_before_they_are_trained_on(tiny, one_thread):
-    """And test images by the method's own classifier, as they are after the loop."""
+@pytest.mark.parametrize("exact", [False, True])
+def test_batches_are_predicted_before_they_are_trained_on(tiny, exact, one_thread):
+    """By the method's own classifier, unless that need not be exact; test images, and all images
+    after the loop, always are.
+    """
     heard = []
     dispatcher = Dispatcher()
     for event in (events.TrainBatchPredict, events.EvalBatchPredict):
         dispatcher.subscribe(event, heard.append)
-    learns = learner_for(tiny, "scr", **TINY)
+    learns = learner_for(tiny, "scr", exact_training_accuracy=exact, **TINY)
     evaluated(tiny, learns, dispatcher=dispatcher)
     own = create_learner(method="scr", **tiny.stream.spec, **TINY)
     trained, tested = (
@@ -105,9 +108,12 @@ def test_batches_are_predicted_by_the_network_before_they_are_trained_on(tiny, o
     own.begin_task(0, tiny.stream.tasks[0])
     for event, rows in zip(trained, tiny.stream.batches(0, seed=0), strict=False):
         if own.seen:
-            assert event.y_hat.tolist() == own.outputs(tiny.stream.x_train[rows])[1][-1].argmax(1).tolist()
+            x = tiny.stream.x_train[rows]
+            wanted = own.predict(x, *(() if exact else ("linear", "last")))
+            assert event.y_hat.tolist() == wanted.tolist()
         own.observe(tiny.stream.x_train[rows], tiny.stream.y_train[rows], 0)
     own.end_task()
+    assert learns.learner.weights_hash() == own_loop("scr", tiny.stream, **TINY)[0]
     assert own.resolve_expert()[0] == "ncm"
     assert tested[0].y_hat.tolist() == own.predict(tiny.stream.x_test[tiny.stream.test_rows(0)]).tolist()
     images = tiny.test[1].tensors[0]

@@ -82,7 +82,7 @@ def test_values_that_are_no_pixels_are_refused(raw):
             Images((16, 16)).raw(wrong)
     with pytest.raises(ValueError, match=r"x \(torch.bfloat16\) cannot be turned back"):
         Images((16, 16)).raw(inside.bfloat16())
-    with pytest.raises(ValueError, match="x has dtype torch.int64; wanted floats, or uint8"):
+    with pytest.raises(ValueError, match=r"x has dtype torch\.int64; wanted floats, or uint8"):
         Images((16, 16)).raw(torch.zeros(1, 3, 16, 16, dtype=torch.int64))
 
 
