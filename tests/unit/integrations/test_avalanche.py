@@ -151,6 +151,14 @@ def test_metrics_see_what_a_batch_was_predicted_as_before_it_was_trained_on(tiny
     assert told["Top1_Acc_Epoch/train_phase/train_stream"] == pytest.approx(sum(right) / 32)
 
 
+def test_class_means_of_an_empty_memory_predict_nothing(tiny):
+    """LUCIR chooses its exemplars when a task ends."""
+    seen = Outputs()
+    learns = strategy_for(tiny, "lucir", plugins=[seen], **{**TINY, "options": {"classifier": "ncm"}})
+    learns.train(benchmark_of(tiny).train_stream)
+    assert [bool(output.any()) for output in seen.outputs] == [False] * 4 + [True] * 4
+
+
 def test_the_loss_of_an_evaluation_is_the_share_of_errors(tiny):
     learns, benchmark = strategy_for(tiny, "er", eval_every=0, **TINY), benchmark_of(tiny)
     # With eval_every, Avalanche evaluates before anything was learned, too.
