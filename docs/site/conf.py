@@ -36,7 +36,7 @@ NAVIGATION = {
             "docs/command_line",
         ],
         "Your own data": ["docs/own_data", "docs/streams", "docs/augmentation"],
-        "Your own loop": ["docs/your_own_loop", "docs/export"],
+        "Your own loop": ["docs/your_own_loop", "docs/integrations", "docs/export"],
         "Many runs": ["docs/sweeps", "docs/tuning", "docs/reports"],
         "The paper": ["docs/paper", "docs/specification/README"],
         "Speed": ["docs/performance", "docs/captured_step", "docs/benchmarks"],
@@ -64,6 +64,7 @@ myst_heading_anchors = 4
 
 # Docstrings
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["avalanche", "capymoa"]  # docs/reference/integrations.rst
 autodoc_inherit_docstrings = False
 napoleon_attr_annotations = False  # the signature has them
 autodoc_typehints_format = "short"

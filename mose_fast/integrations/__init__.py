@@ -1,0 +1,1 @@
+"""Learners in the loops of other libraries (docs/integrations.md)."""
