@@ -94,7 +94,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     )
     lines = [head, ("---",) * len(head)]
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for run in sorted(runs, key=lambda run: (list(RIVALS).index(run["method"]), run["by"] == "ours", run["seed"])):
+    for run in sorted(runs, key=lambda run: (list(RIVALS).index(run["method"]), run["by"], run["seed"])):
         groups.setdefault((run["method"], run["by"]), []).append(run)
     for (method, by), group in groups.items():
         ours = groups.get((method, "ours"))
@@ -117,15 +117,15 @@ def networks(runs: Sequence[Mapping[str, Any]]) -> str:
     """A line for each method: parameters and multiply-accumulates of its networks, for which
     libraries agree and which do not.
     """
-    lines = []
-    for method in dict.fromkeys(run["method"] for run in runs):
-        costs: dict[tuple[int, int], list[str]] = {}
-        for run in runs:
-            if run["method"] == method and run["by"] not in (by := costs.setdefault((run["parameters"], run["macs"]), [])):
-                by.append(run["by"])
-        parts = [f"{p:,} parameters, {m:,} multiply-accumulates ({', '.join(by)})" for (p, m), by in costs.items()]
-        lines.append(f"- {_NAMES[method]}: {'; '.join(parts)}")
-    return "\n".join(lines)
+    costs: dict[str, dict[str, list[str]]] = {}
+    for run in runs:
+        if run["seed"] == runs[0]["seed"]:
+            cost = f"{run['parameters']:,} parameters, {run['macs']:,} multiply-accumulates"
+            costs.setdefault(run["method"], {}).setdefault(cost, []).append(run["by"])
+    return "\n".join(
+        f"- {_NAMES[method]}: " + "; ".join(f"{cost} ({', '.join(by)})" for cost, by in found.items())
+        for method, found in costs.items()
+    )
 
 
 def report(about: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
@@ -144,25 +144,32 @@ def report(about: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> str:
     return f"{table(runs)}\n\n{said}\n\nNetworks, for an image:\n\n{networks(runs)}\n"
 
 
-def make_data(folder: Path, source: Path, given: argparse.Namespace, limit: int, batch: int) -> list[dict[str, str]]:
+class Size(NamedTuple):
+    """What a measurement's length depends on, by kind of method."""
+
+    width: int
+    limit: int
+    batch: int
+
+
+def make_data(folder: Path, source: Path, tasks: int, rounds: int, size: Size) -> list[dict[str, str]]:
     """Writes the images of a stream into an .npz, and the orders in which they arrive; returns for
     each round where they are.
     """
-    config = StreamConfig(name="split-cifar100", data_dir=str(source), first_tasks=given.tasks, limit_per_task=limit)
+    config = StreamConfig(name="split-cifar100", data_dir=str(source), first_tasks=tasks, limit_per_task=size.limit)
     stream = streams.create(config)
     tests = np.concatenate([np.flatnonzero(stream.y_test == c)[:TESTS] for c in range(stream.classes)])
-    data = folder / f"{limit}.npz"
+    data = folder / f"{size.batch}.npz"
     arrays = {"x_train": stream.x_train, "y_train": stream.y_train}
     arrays |= {"x_test": stream.x_test[tests], "y_test": stream.y_test[tests]}
     np.savez(data, **{name: tensor.numpy() for name, tensor in arrays.items()})
-    stream = streams.create(StreamConfig(name=str(data), tasks=given.tasks, batch=batch))
-    rounds = []
-    for seed in range(given.rounds):
-        order = folder / f"{limit}-{batch}-{seed}.npy"
-        tasks = [np.concatenate(stream.batches(part, seed=seed, epoch=0)) for part in range(stream.parts)]
-        np.save(order, np.stack(tasks))
-        rounds.append({"data": str(data), "order": str(order)})
-    return rounds
+    stream = streams.create(StreamConfig(name=str(data), tasks=tasks, batch=size.batch))
+    found = []
+    for seed in range(rounds):
+        order = folder / f"{size.batch}-{seed}.npy"
+        np.save(order, np.stack([np.concatenate(stream.batches(task, seed=seed, epoch=0)) for task in range(tasks)]))
+        found.append({"data": str(data), "order": str(order)})
+    return found
 
 
 def measure(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,15 +182,15 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def contestants(only: Sequence[str], mose: Path | None) -> list[tuple[str, str]]:
+def contestants(only: Sequence[str], mose: bool) -> list[tuple[str, str]]:
     """The pairs of method and library to measure: those whose method or library is in ``only``
-    (empty: all), of the libraries that are installed, and ours where there is one of these.
+    (empty: all), of the libraries that are there, and ours for the methods that one of them has.
+    ``mose``: whether the authors' code is there.
     """
     found = []
     for method, rivals in RIVALS.items():
-        here = [by for by in rivals if (mose is not None if by == "authors" else find_spec(by) is not None)]
-        pairs = [(method, by) for by in (*here, "ours")] if here else []
-        found += [(method, by) for method, by in pairs if not only or method in only or by in only]
+        here = [by for by in rivals if (mose if by == "authors" else find_spec(by) is not None)]
+        found += [(method, by) for by in (*here, *["ours"] * bool(here)) if not only or {method, by} & set(only)]
     return found
 
 
@@ -195,6 +202,27 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "absent"
     return found
+
+
+def race(given: argparse.Namespace, chosen: Sequence[tuple[str, str]], folder: Path) -> list[dict[str, Any]]:
+    """Measures all of ``chosen`` once a round; each round begins with another one."""
+    small = Size(given.mose_width, given.mose_limit_per_task, MOSE_BATCH)
+    plain = Size(given.width, given.limit_per_task, BATCH)
+    sizes = {method: small if method == "mose" else plain for method, _ in chosen}
+    data = {size: make_data(folder, given.data, given.tasks, given.rounds, size) for size in set(sizes.values())}
+    runs = []
+    for seed in range(given.rounds):
+        first = seed % len(chosen)
+        for method, by in [*chosen[first:], *chosen[:first]]:
+            size = sizes[method]
+            told = {"by": by, "method": method, "seed": seed, "threads": given.threads, "memory": given.memory}
+            told |= {"tasks": given.tasks, "width": size.width, "batch": size.batch, **data[size][seed]}
+            told["checkout"] = str(given.mose.resolve()) if by == "authors" else None
+            run = {"method": method, "by": by, "seed": seed, **measure(told)}
+            runs.append(run)
+            speed = f"{run['seconds']:.1f} s, {rate(run, 'rows'):.0f} rows a second"
+            print(f"round {seed + 1}, {method} by {by}: {speed}", flush=True)
+    return runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -212,36 +240,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAMES", help="methods or libraries, with commas between [all]")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results", help="folder for the results")
     given = parser.parse_args(arguments)
-    chosen = contestants([name for name in given.only.split(",") if name], given.mose)
+    only = [name for name in given.only.split(",") if name]
+    if unknown := set(only) - {*RIVALS, "ours", *(by for rivals in RIVALS.values() for by in rivals)}:
+        parser.error(f"--only: {', '.join(sorted(unknown))} is no method and no library")
+    chosen = contestants(only, given.mose is not None)
     if not chosen:
-        parser.error("nobody to measure: wanted Avalanche or CapyMOA installed, or --mose; or other names in --only")
+        parser.error("nothing to measure; wanted avalanche-lib or capymoa installed, or --mose, and fitting --only")
+    sizes = ("threads", "tasks", "limit_per_task", "width", "mose_limit_per_task", "mose_width", "memory")
     about = {
-        **{name: getattr(given, name) for name in ("threads", "tasks", "limit_per_task", "width", "memory")},
-        **{"mose_limit_per_task": given.mose_limit_per_task, "mose_width": given.mose_width},
+        **{name: getattr(given, name) for name in sizes},
         **{"processor": processor(), "python": platform.python_version(), "versions": versions()},
         "commit": os.environ.get("MOSE_FAST_COMMIT") or git_commit(ROOT) or "unknown",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
-    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"plain": (given.width, given.limit_per_task, BATCH)}
-        if ("mose", "ours") in chosen or ("mose", "authors") in chosen:
-            sizes["mose"] = (given.mose_width, given.mose_limit_per_task, MOSE_BATCH)
-        data = {kind: make_data(Path(folder), given.data, given, *size[1:]) for kind, size in sizes.items()}
-        for seed in range(given.rounds):
-            first = seed % len(chosen)
-            for method, by in chosen[first:] + chosen[:first]:
-                kind = "mose" if method == "mose" else "plain"
-                width, _, batch = sizes[kind]
-                told = {"by": by, "method": method, "seed": seed, "threads": given.threads, "width": width}
-                told |= {"memory": given.memory, "tasks": given.tasks, "batch": batch, **data[kind][seed]}
-                told["checkout"] = str(given.mose.resolve()) if by == "authors" else None
-                run = {"method": method, "by": by, "seed": seed, **measure(told)}
-                runs.append(run)
-                print(
-                    f"round {seed + 1}, {method} by {by}: {run['seconds']:.1f} s, {rate(run, 'rows'):.0f} rows a second",
-                    flush=True,
-                )
+        runs = race(given, chosen, Path(folder))
     text = report(about, runs)
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / f"peers-{given.threads}-threads.json"
