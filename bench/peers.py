@@ -36,7 +36,7 @@ from mose_fast.settings.run import StreamConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Test images of each class.
-TESTS = 20
+TESTS = 10
 #: Incoming images of a step, of which as many are replayed: CapyMOA's ER allows nothing else. MOSE
 #: has its own (10 and 64).
 BATCH, MOSE_BATCH = 32, 10
@@ -232,9 +232,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each contestant [5]")
     parser.add_argument("--threads", type=int, default=1, help="threads, and cores, of each [1]")
     parser.add_argument("--tasks", type=int, default=3, help="tasks of ten classes [3]")
-    parser.add_argument("--limit-per-task", type=int, default=320, help="training images of a task [320]")
+    parser.add_argument("--limit-per-task", type=int, default=160, help="training images of a task [160]")
     parser.add_argument("--width", type=int, default=20, help="channels of the network's first stage [20]")
-    parser.add_argument("--mose-limit-per-task", type=int, default=100, help="the same for MOSE [100]")
+    parser.add_argument("--mose-limit-per-task", type=int, default=80, help="the same for MOSE [80]")
     parser.add_argument("--mose-width", type=int, default=8, help="the same for MOSE [8]")
     parser.add_argument("--memory", type=int, default=200, help="images that the memory holds [200]")
     parser.add_argument("--only", default="", metavar="NAMES", help="methods or libraries, with commas between [all]")
