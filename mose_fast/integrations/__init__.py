@@ -1,0 +1,1 @@
+"""Our learners where other packages' users are."""
