@@ -108,8 +108,8 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
             classes: All labels that will ever come; needed in the first call without
                 ``max_classes``.
             task: Number of the task that the rows belong to, for methods that use task boundaries
-                (docs/methods.md): a new number ends the task before. None: the current one, so that
-                there are no boundaries, unless :meth:`fit` has ended it.
+                (docs/methods.md): a new number ends the task before. None: there are no boundaries;
+                all rows are of one task, or, after :meth:`fit`, of a second.
 
         Raises:
             ValueError: Something is unusable; nothing was learned.
@@ -134,12 +134,13 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
             known = _joined(known, np.unique(classes), learner.classes, "classes")
         known = _joined(known, y, learner.classes, "y")
         learner.data.check_images(X)
+        if task is None:
+            learner.check_boundaries(learner.config, "no task is given, so there are no task boundaries")
+            task = 0 if learner.task is None else learner.task + learner.data.ended
         batch = whole_number("batch", self.batch)
         self.learner_, self.classes_ = learner, known
         place = {label: position for position, label in enumerate(known.tolist())}
         positions = np.array([place[label] for label in y.tolist()])
-        if task is None:
-            task = 0 if learner.task is None else learner.task + learner.data.ended
         for first in range(0, len(X), batch):
             rows = slice(first, first + batch)
             learner.observe(X[rows], positions[rows], task)
@@ -155,13 +156,13 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities of the classes, float64 [N, len(classes_)]; they are not calibrated.
 
-        With the linear classifier (``settings={"classifier": "linear"}``) they are the softmax of
-        the logits. The nearest-class-mean classifier, which most methods use, knows distances
-        alone. Its probabilities are those of Gaussians of variance 1 around the class means, of
-        normalised features, all classes being equally frequent: the softmax of -d**2 / 2, which is
-        that of the cosine similarities. They order images and classes, but are always close to each
-        other: since features are not negative, no class is more than e times as probable as
-        another. Classes without an image in the memory have probability 0.
+        By the linear classifier, the softmax of the logits. The nearest-class-mean classifier,
+        which ``mose`` and ``scr`` have by default, knows distances alone: its probabilities are
+        those of Gaussians of variance 1 around the class means of normalised features, all classes
+        equally frequent. That is the softmax of -d**2 / 2, or of the cosine similarities. They
+        order the classes, but are close to each other: features are not negative, so that no class
+        is more than e times as probable as another. Classes without an image in the memory have
+        probability 0.
         """
         check_is_fitted(self)
         scores = self._scores(X).double()
@@ -183,12 +184,7 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
             **(self.settings or {}),
         )
         return create_learner(
-            config,
-            classes=classes,
-            image_size=image_size,
-            mean=self.mean,
-            std=self.std,
-            mirror_safe=self.mirror_safe,
+            config, classes=classes, image_size=image_size, mean=self.mean, std=self.std, mirror_safe=self.mirror_safe
         )
 
 
