@@ -74,16 +74,7 @@ def decode_image(data: bytes, what: str) -> np.ndarray:
         warnings.simplefilter("always")
         try:
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            bits = _bits(image)
-            if bits > 8 or image.mode.startswith(("I", "F")):
-                raise StreamError(
-                    f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel:"
-                    " convert it first"
-                )
-            if image.mode == "P" and "transparency" in image.info:
-                # Pillow warns of the direct conversion to RGB, which gives the same colours.
-                image = image.convert("RGBA")
-            pixels = np.array(image.convert("RGB"))
+            pixels = pixels_of(image, what)
         except StreamError:
             raise
         except Image.DecompressionBombError as error:
@@ -101,6 +92,22 @@ def decode_image(data: bytes, what: str) -> np.ndarray:
     for warning in caught:
         warnings.warn(f"{what}: {warning.message}", warning.category, stacklevel=2)
     return pixels
+
+
+def pixels_of(image: Image.Image, what: str) -> np.ndarray:
+    """The pixels of one of Pillow's images as uint8 [H, W, 3]; grey and palette images become RGB,
+    without alpha. Raises StreamError if it holds more than 8 bits a channel.
+    """
+    bits = _bits(image)
+    if bits > 8 or image.mode.startswith(("I", "F")):
+        raise StreamError(
+            f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel: convert it"
+            " first"
+        )
+    if image.mode == "P" and "transparency" in image.info:
+        # Pillow warns of the direct conversion to RGB, which gives the same colours.
+        image = image.convert("RGBA")
+    return np.array(image.convert("RGB"))
 
 
 def _bits(image: Image.Image) -> int:
