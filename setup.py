@@ -31,7 +31,7 @@ from build_tools.sources import emulated_sources, read_sources  # noqa: E402
 REQUIREMENTS = [
     "torchvision",
     "numpy",
-    "scikit-learn",
+    "scikit-learn>=1.6",
     "matplotlib",
     "tensorboard",
     "tqdm",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mose_fast._build_info import build_info
     from mose_fast.experiments.sweep import run_sweep
     from mose_fast.experiments.tune.tuning import tune
+    from mose_fast.integrations.online_classifier import OnlineClassifier
     from mose_fast.methods import METHODS, Learner, create_learner, load_learner
     from mose_fast.methods.mose import MoseOptions
     from mose_fast.streams import StreamError
@@ -31,6 +32,7 @@ __all__ = [
     "Listener",
     "MoseFastError",
     "MoseOptions",
+    "OnlineClassifier",
     "RunConfig",
     "RunError",
     "StreamConfig",
@@ -57,6 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "MoseOptions": "mose_fast.methods.mose",
         "Learner": "mose_fast.methods",
         "Listener": "mose_fast.train",
+        "OnlineClassifier": "mose_fast.integrations.online_classifier",
         "RunError": "mose_fast.train",
         "StreamError": "mose_fast.streams",
         "build_info": "mose_fast._build_info",

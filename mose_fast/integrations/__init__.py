@@ -1,1 +1,1 @@
-"""Learners in the loops of other libraries (docs/integrations.md)."""
+"""Learners in the loops of other libraries, and as a classifier of scikit-learn."""

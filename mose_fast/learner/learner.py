@@ -24,7 +24,7 @@ from mose_fast.learner.planner import Planner
 from mose_fast.learner.returned import check_returned
 from mose_fast.learner.saved import class_of, parts, rebuilt, save_learner
 from mose_fast.memory import ReplayMemory
-from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork, classify
+from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.self_check import settle
 from mose_fast.settings.knob import plain
@@ -260,7 +260,13 @@ class Learner(Planner):
         return self._means
 
     def predict(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
-        """Predicts the labels of raw images among the classes seen so far.
+        """Predicts the labels of raw images among the classes seen so far: int64 [N], on the CPU.
+        Arguments and errors are those of :meth:`scores`, whose largest values it names.
+        """
+        return self.scores(x, classifier, expert).argmax(-1)
+
+    def scores(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
+        """How much raw images look like each class.
 
         Args:
             x: uint8 [N, H, W, 3].
@@ -269,7 +275,9 @@ class Learner(Planner):
                 ``mean_logit``); None: the configuration's.
 
         Returns:
-            int64 [N], on the CPU.
+            [N, K], on the CPU; the largest is predicted. ``ncm``: minus the squared distances of
+            normalised features to the class means, float64, -inf for a class without one.
+            ``linear``: logits, float32.
 
         Raises:
             ValueError: Unusable images or names, no class was seen yet, or an empty memory with
@@ -281,10 +289,8 @@ class Learner(Planner):
             raise ValueError("no class was seen yet, so there is none to predict; wanted observe() with a batch first")
         self.prepare_evaluation()
         features, logits = self.outputs(x)
-        if classifier == "linear":
-            votes = logits.mean(0) if expert == "mean_logit" else logits[int(expert) - 1]
-            return votes.argmax(-1).cpu()
-        return classify(features, logits, self.class_means())[classifier][expert].cpu()
+        scores = logits if classifier == "linear" else -self.class_means().distances(features)
+        return (scores.mean(0) if expert == MEAN_OF_EXPERTS[classifier] else scores[int(expert) - 1]).cpu()
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
         """The results' names of this classifier and expert; None: those of the configuration."""

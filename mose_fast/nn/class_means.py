@@ -42,8 +42,14 @@ class ClassMeans:
 
     def distances(self, features: Tensor) -> Tensor:
         """Squared Euclidean distances between normalised ``features`` [E, N, D] and the prototypes:
-        float64 [E, N, K], infinite for classes without a prototype.
+        float64 [E, N, K], infinite for classes without a prototype. Raises ValueError if no class
+        has one.
         """
+        if not self._any_known:
+            raise ValueError(
+                "the replay memory is empty, so no class has a mean; wanted at least one stored sample before"
+                " predicting"
+            )
         return squared_distances(features, self.means, self.known)
 
     def predict(self, features: Tensor) -> Tensor:
@@ -51,11 +57,6 @@ class ClassMeans:
         by the mean of their squared distances: int64 [E + 1, N]. Raises ValueError if no class has
         a prototype.
         """
-        if not self._any_known:
-            raise ValueError(
-                "the replay memory is empty, so no class has a mean; wanted at least one stored sample before"
-                " predicting"
-            )
         distances = self.distances(features)
         return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)
 

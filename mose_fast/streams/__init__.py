@@ -8,6 +8,7 @@ from mose_fast.streams.catalogue import names, summary
 if TYPE_CHECKING:
     from mose_fast.streams.arrays import from_arrays, from_batches
     from mose_fast.streams.draws import StreamError
+    from mose_fast.streams.map_style import from_dataset
     from mose_fast.streams.registry import create, locate
     from mose_fast.streams.stream import NORMALISATIONS, Normalisation, Stream
 
@@ -19,6 +20,7 @@ __all__ = [
     "create",
     "from_arrays",
     "from_batches",
+    "from_dataset",
     "locate",
     "names",
     "summary",
@@ -30,5 +32,6 @@ __getattr__, __dir__ = lazy_names(
     {"StreamError": "mose_fast.streams.draws"}
     | dict.fromkeys(("NORMALISATIONS", "Normalisation", "Stream"), "mose_fast.streams.stream")
     | dict.fromkeys(("create", "locate"), "mose_fast.streams.registry")
-    | dict.fromkeys(("from_arrays", "from_batches"), "mose_fast.streams.arrays"),
+    | dict.fromkeys(("from_arrays", "from_batches"), "mose_fast.streams.arrays")
+    | {"from_dataset": "mose_fast.streams.map_style"},
 )

@@ -31,7 +31,7 @@ from mose_fast.streams.stream import (
 _Recorded = list[list[tuple[np.ndarray, np.ndarray]]]
 
 
-def _images(x: Any, what: str) -> np.ndarray | ImageFiles:
+def check_images(x: Any, what: str) -> np.ndarray | ImageFiles:
     """Images, an array or tensor called ``what`` in messages, as uint8 [N, H, W, 3]; grey images
     [N, H, W] are repeated to three channels; images in files stay as they are. Raises StreamError,
     which says how to convert, if type, number of channels or size cannot be used.
@@ -456,7 +456,7 @@ def _kind(value: Any) -> str:
 
 
 def _pair(x: Any, y: Any, what_x: str, what_y: str) -> tuple[np.ndarray, np.ndarray]:
-    x, y = _images(x, what_x), _labels(y, what_y)
+    x, y = check_images(x, what_x), _labels(y, what_y)
     if len(x) != len(y):
         raise StreamError(f"{what_x} holds {len(x)} images and {what_y} {len(y)} labels; wanted one label an image")
     return x, y

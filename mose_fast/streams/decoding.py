@@ -100,17 +100,7 @@ def decode_image(data: bytes, what: str) -> np.ndarray:
 
 def _pixels(data: bytes, what: str) -> np.ndarray:
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        bits = _bits(image)
-        if bits > 8 or image.mode.startswith(("I", "F")):
-            raise UnusableImage(
-                f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel:"
-                " convert it first"
-            )
-        if image.mode == "P" and "transparency" in image.info:
-            # Pillow warns of the direct conversion to RGB, which gives the same colours.
-            image = image.convert("RGBA")
-        return np.array(image.convert("RGB"))
+        return pixels_of(Image.open(io.BytesIO(data), formats=_FORMATS), what)
     except UnusableImage:
         raise
     except Image.DecompressionBombError as error:
@@ -125,6 +115,22 @@ def _pixels(data: bytes, what: str) -> np.ndarray:
         ) from error
     except Exception as error:  # Pillow's decoders raise many unrelated types on damaged input
         raise UnusableImage(f"{what} is a damaged or truncated image ({error}); replace or remove it") from error
+
+
+def pixels_of(image: Image.Image, what: str) -> np.ndarray:
+    """The pixels of one of Pillow's images as uint8 [H, W, 3]; grey and palette images become RGB,
+    without alpha. Raises UnusableImage if it holds more than 8 bits a channel.
+    """
+    bits = _bits(image)
+    if bits > 8 or image.mode.startswith(("I", "F")):
+        raise UnusableImage(
+            f"{what} holds pixels of mode {image.mode} with {bits} bits a channel; wanted 8 bits a channel: convert it"
+            " first"
+        )
+    if image.mode == "P" and "transparency" in image.info:
+        # Pillow warns of the direct conversion to RGB, which gives the same colours.
+        image = image.convert("RGBA")
+    return np.array(image.convert("RGB"))
 
 
 def _bits(image: Image.Image) -> int:

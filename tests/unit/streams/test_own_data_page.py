@@ -18,8 +18,9 @@ def test_examples_run(tmp_path, monkeypatch, capsys):
         ("pets", 2, 4, 12),
         ("mine", 3, 6, 60),
         ("arrays", 3, 6, 36),
+        ("dataset", 2, 4, 12),
         ("batches", 3, 6, 30),
         ("batches", 3, 6, 60),
     ]
-    assert [len(s.batches(0, seed=0)) for s in streams[3:]] == [2, 20]
+    assert [len(s.batches(0, seed=0)) for s in streams[4:]] == [2, 20]
     assert "cat" in streams[0].class_names and "pets: 2 tasks" in capsys.readouterr().out
