@@ -154,7 +154,8 @@ def test_metrics_see_what_a_batch_was_predicted_as_before_it_was_trained_on(tiny
 def test_class_means_of_an_empty_memory_predict_nothing(tiny):
     """LUCIR chooses its exemplars when a task ends."""
     seen = Outputs()
-    learns = strategy_for(tiny, "lucir", plugins=[seen], **{**TINY, "options": {"classifier": "ncm"}})
+    options = {"buffer_batch": 10, "classifier": "ncm"}
+    learns = strategy_for(tiny, "lucir", plugins=[seen], **{**TINY, "options": options})
     learns.train(benchmark_of(tiny).train_stream)
     assert [bool(output.any()) for output in seen.outputs] == [False] * 4 + [True] * 4
 

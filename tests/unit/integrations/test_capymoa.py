@@ -71,6 +71,14 @@ def test_more_evaluations_in_a_task_want_its_number_of_batches(tiny, one_thread)
     assert learns.learner.weights_hash() == own_loop("er", tiny.stream, **settings)[0]
 
 
+def test_a_task_has_ended_when_its_last_batch_is_evaluated(tiny):
+    learns = learner_for(tiny, tasks=[{1, 0}, {3, 2}], task_batches=[4, 4], **TINY)
+    dispatcher, ended = Dispatcher(), []
+    dispatcher.subscribe(events.TestBegin, lambda event: ended.append(learns.learner.data.ended))
+    evaluated(tiny, learns, dispatcher=dispatcher, continual_evaluations=2)
+    assert ended == [False, True] * 2 and learns.learner.data.task_classes == [2, 3]
+
+
 def test_later_passes_do_not_fill_the_memory(tiny):
     learns = learner_for(tiny, epochs=3, task_batches=[12, 12], **TINY)
     evaluated(tiny, learns, epochs=3)
@@ -85,7 +93,8 @@ def test_without_boundaries_all_is_one_task(tiny, one_thread):
     for part in range(2):
         for rows in tiny.stream.batches(part, seed=0):
             own.observe(tiny.stream.x_train[rows], tiny.stream.y_train[rows], 0)
-    assert learns.learner.task == 0 and learns.learner.weights_hash() == own.weights_hash()
+    assert learns.learner.task == 0 and learns.learner.data.ended
+    assert learns.learner.weights_hash() == own.weights_hash()
     with pytest.raises(ConfigError, match="softmax for each task"):
         evaluated(tiny, learner_for(tiny, "ssil", boundaries=False, **TINY))
 
@@ -99,23 +108,25 @@ def test_batches_are_predicted_before_they_are_trained_on(tiny, exact, one_threa
     dispatcher = Dispatcher()
     for event in (events.TrainBatchPredict, events.EvalBatchPredict):
         dispatcher.subscribe(event, heard.append)
-    learns = learner_for(tiny, "scr", exact_training_accuracy=exact, **TINY)
-    evaluated(tiny, learns, dispatcher=dispatcher)
+    learns = learner_for(tiny, "scr", exact_training_accuracy=exact, task_batches=[4, 4], **TINY)
+    evaluated(tiny, learns, dispatcher=dispatcher, continual_evaluations=2)
     own = create_learner(method="scr", **tiny.stream.spec, **TINY)
     trained, tested = (
         [e for e in heard if type(e) is kind] for kind in (events.TrainBatchPredict, events.EvalBatchPredict)
     )
-    own.begin_task(0, tiny.stream.tasks[0])
-    for event, rows in zip(trained, tiny.stream.batches(0, seed=0), strict=False):
-        if own.seen:
-            x = tiny.stream.x_train[rows]
-            wanted = own.predict(x, *(() if exact else ("linear", "last")))
-            assert event.y_hat.tolist() == wanted.tolist()
-        own.observe(tiny.stream.x_train[rows], tiny.stream.y_train[rows], 0)
-    own.end_task()
-    assert learns.learner.weights_hash() == own_loop("scr", tiny.stream, **TINY)[0]
+    coming = iter(trained)
+    for task, classes in enumerate(tiny.stream.tasks):
+        own.begin_task(task, classes)
+        for rows in tiny.stream.batches(task, seed=0):
+            x, event = tiny.stream.x_train[rows], next(coming)
+            if own.seen:
+                wanted = own.predict(x, *(() if exact else ("linear", "last")))
+                assert event.y_hat.tolist() == wanted.tolist()
+            own.observe(x, tiny.stream.y_train[rows], task)
+        own.end_task()
+    assert learns.learner.weights_hash() == own.weights_hash()
     assert own.resolve_expert()[0] == "ncm"
-    assert tested[0].y_hat.tolist() == own.predict(tiny.stream.x_test[tiny.stream.test_rows(0)]).tolist()
+    assert tested[-2].y_hat.tolist() == own.predict(tiny.stream.x_test[tiny.stream.test_rows(0)]).tolist()
     images = tiny.test[1].tensors[0]
     wanted = learns.learner.predict(tiny.stream.x_test[tiny.stream.test_rows(1)])
     assert learns.batch_predict(images.flatten(1)).tolist() == wanted.tolist()
