@@ -2,9 +2,9 @@
 
     python -m build_tools.announce "installing torch" "about 3 GB to download" -- COMMAND...
 
-The command's own output is stored and shown only if the command fails. With ``--native`` as the
-second text, the native build is described and its compiled files are counted. This file needs only
-the standard library, since it runs before anything is installed.
+The command's own output is stored and shown only if the command fails. The second text may be left
+out. With ``--native`` as the second text, the native build is described and its compiled files are
+counted. This file needs only the standard library, since it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def compiled(objects: Path, since: float) -> int:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    what, detail, _, *command = arguments
+    end = arguments.index("--")
+    (what, detail), command = [*arguments[:end], ""][:2], arguments[end + 1 :]
     if detail != "--native":
         return announce(what, detail, command)
     torch = installed_torch(sys.path)

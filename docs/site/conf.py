@@ -36,7 +36,7 @@ NAVIGATION = {
             "docs/command_line",
         ],
         "Your own data": ["docs/own_data", "docs/streams", "docs/augmentation"],
-        "Your own loop": ["docs/your_own_loop", "docs/integrations", "docs/export"],
+        "Your own loop": ["docs/your_own_loop", "docs/integrations", "docs/scikit_learn", "docs/export"],
         "Many runs": ["docs/sweeps", "docs/tuning", "docs/reports"],
         "The paper": ["docs/paper", "docs/specification/README"],
         "Speed": ["docs/performance", "docs/captured_step", "docs/benchmarks"],

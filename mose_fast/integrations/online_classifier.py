@@ -154,7 +154,7 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
         return self.classes_[self._scores(X).argmax(-1).numpy()]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probabilities of the classes, float64 [N, len(classes_)]; they are not calibrated.
+        """Probabilities of the classes, float64 ``[N, len(classes_)]``; they are not calibrated.
 
         By the linear classifier, the softmax of the logits. The nearest-class-mean classifier,
         which ``mose`` and ``scr`` have by default, knows distances alone: its probabilities are
@@ -169,7 +169,7 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
         return torch.softmax(scores / 2 if self.learner_.resolve_expert()[0] == "ncm" else scores, -1).numpy()
 
     def _scores(self, X: Any) -> Tensor:
-        """[N, len(classes_)]: see :meth:`mose_fast.Learner.scores`."""
+        """``[N, len(classes_)]``: see :meth:`mose_fast.Learner.scores`."""
         return self.learner_.scores(check_images(X, "X"))[:, : len(self.classes_)]
 
     def _untrained(self, image_size: Sequence[int], classes: int) -> Learner:

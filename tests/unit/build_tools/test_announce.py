@@ -79,3 +79,8 @@ def test_files_compiled_before_are_not_counted(tmp_path):
         (objects / name).touch()
         os.utime(objects / name, (when, when))
     assert compiled(tmp_path, 200) == 2
+
+
+def test_the_second_text_may_be_left_out(capfd):
+    assert _main(["installing", "--", sys.executable, "-c", "print('-m')"]) == 0
+    assert capfd.readouterr().err.startswith("installing ...")
