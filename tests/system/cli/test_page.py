@@ -18,10 +18,10 @@ SETTINGS = (DOCS / "settings.md").read_text()
 def test_page_lists_every_flag_of_run_and_no_other(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     in_help = flags_of("run", capsys)
-    assert len(in_help) == 32
+    assert len(in_help) == 34
     of_settings = set(re.findall(r"^\| `[a-z._]+` \|.*?\| `(--[a-z-]+)` \|", SETTINGS, re.MULTILINE))
     others = set(re.findall(r"^\| `(--[a-z-]+)", PAGE, re.MULTILINE))
-    assert len(of_settings) == 27 and not of_settings & others
+    assert len(of_settings) == 29 and not of_settings & others
     assert of_settings | others == in_help
 
 
@@ -31,7 +31,7 @@ def test_page_tells_the_defaults():
     told = {flag: default for default, flag in rows}
     settings = {**vars(config.stream), **vars(config), "stream": config.stream.name}
     assert {flag: as_text(settings[flag.replace("-", "_")]) for flag in told} == told
-    assert len(told) == 27
+    assert len(told) == 29
 
 
 def test_examples_of_set_are_settings():
