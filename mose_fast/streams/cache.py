@@ -16,7 +16,7 @@ import numpy as np
 
 from mose_fast.streams.decoding import Decoding, Source, decode_images
 from mose_fast.streams.draws import StreamError
-from mose_fast.streams.npz import arrays_of, read_npz
+from mose_fast.streams.npz import read_npz
 
 # In seconds.
 _DAY = 86400.0
@@ -26,8 +26,13 @@ _BLOCK = 1000
 
 
 def stamp(file: Path) -> str:
-    """Size and date of a file, which tell whether it is still the one that was decoded."""
-    status = file.stat()
+    """Size and date of a file, which tell whether it is still the one that was decoded. Raises
+    StreamError if it cannot be read.
+    """
+    try:
+        status = file.stat()
+    except OSError as error:
+        raise StreamError(f"cannot read {file}: {error.strerror}") from error
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
@@ -47,10 +52,10 @@ def decoded_once(
     stamps: Mapping[str, str],
     decode: Callable[[Path], dict[str, Any]],
     splits: Sequence[str],
-    texts: Sequence[str] = (),
+    names: Sequence[str],
 ) -> dict[str, Any]:
-    """What ``decode`` returns, or the copy of it that an earlier call has kept: the arrays of the
-    parts ``splits``, ``class_names``, and what has the names ``texts``.
+    """What ``decode`` returns, arrays and texts by their ``names``, or the copy of it that an
+    earlier call has kept.
 
     The copy is made anew when the files have changed or it is damaged. A process that is killed
     leaves what it has decoded to the next one. Where the folder is read-only or the disk is full,
@@ -70,9 +75,9 @@ def decoded_once(
     if cache.is_file():
         with contextlib.suppress(StreamError):  # a damaged copy is made anew
             if str(read_npz(cache, ("fingerprint",))["fingerprint"]) == fingerprint:
-                held: dict[str, Any] = dict(read_npz(cache, (*arrays_of(splits), "class_names", *texts)))
+                held = read_npz(cache, names)
                 _remove_leftovers(cache, set())
-                return held | {name: held[name].tolist() for name in ("class_names", *texts)}
+                return {name: held[name].tolist() if held[name].dtype.kind == "U" else held[name] for name in names}
     _remove_leftovers(cache, {unfinished})
     decoded = decode(unfinished)
     contents = decoded | {"fingerprint": fingerprint}

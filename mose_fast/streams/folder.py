@@ -18,6 +18,7 @@ from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_o
 from mose_fast.streams.decoding import Decoding, Source, UnusableImage, decode_image, decode_images, read_file
 from mose_fast.streams.draws import StreamError
 from mose_fast.streams.image_files import ImageFiles
+from mose_fast.streams.npz import arrays_of
 
 #: The file types that are read.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -34,13 +35,14 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str]) -> dict[s
     ``splits``; the folders of others are not opened.
 
     Files of other types and in other places are not read, and a warning says so. Names that begin
-    with a point are ignored. Resized images that are loaded into memory are kept in the folder, see
-    :func:`mose_fast.streams.cache.decoded_once`, since photos take long to decode.
+    with a point are ignored. What takes long is kept in the folder, see
+    :func:`mose_fast.streams.cache.decoded_once`: resized images that are loaded into memory, and
+    the hash of files that stay on the disk.
 
     Returns the arrays of these parts, labels numbering the class folders of ``train`` in sorted
     order; ``class_names``, the names of these folders as :func:`mose_fast.output.readable` text;
-    and ``content``, a hash of the files and of the size to which they are resized, which is the
-    same wherever the images are. Images that stay on the disk are :class:`ImageFiles`. Raises
+    and ``content``, a hash of the files with the size to which they are resized, which is the same
+    wherever the images are. Images that stay on the disk are :class:`ImageFiles`. Raises
     StreamError if a folder is missing or empty, a file is damaged, or sizes differ or cannot be
     used; of images on the disk, only if a file cannot be read or the first image cannot be used.
     """
@@ -75,31 +77,42 @@ def read_folder(root: Path, decoding: Decoding, splits: Sequence[str]) -> dict[s
     _warn_of_others(root, files, splits)
     sources: list[Source] = [(str(file), partial(read_file, file)) for file in files]
 
-    def described(images: np.ndarray | ImageFiles) -> dict[str, Any]:
-        arrays = arrays_of_parts(labelled, images)
-        return {**arrays, "class_names": class_names, "content": _content(files, decoding)}
+    def described() -> dict[str, Any]:
+        return {"class_names": class_names, "hash": _hash(files)}
 
     def decode(unfinished: Path) -> dict[str, Any]:
-        return described(decode_resumably(sources, decoding, decoding.resize, unfinished))
+        images = decode_resumably(sources, decoding, decoding.resize, unfinished)
+        return arrays_of_parts(labelled, images) | described()
 
-    if decoding.load != "memory":
-        height, width = _first_size(sources, decoding)
-        # What is left out is known once it is decoded: the stream must not depend on it.
-        needed = decoding.load == "disk" or decoding.on_error == "skip"
-        if needed or _COPIES * len(files) * height * width * 3 > available_bytes():
-            return described(ImageFiles(root, [str(f.relative_to(root)) for f in files], (height, width), decoding))
-    if decoding.resize is None:
-        return described(_images(sources, decoding))
     # Copies of versions that read more than 8 bits a channel are made again.
     stamps = {"": "8 bits a channel"} | {file.relative_to(root).as_posix(): stamp(file) for file in files}
-    return decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits, ("content",))
+    texts = ("class_names", "hash")
+    if (size := _size_on_disk(sources, decoding)) is not None:
+        images = ImageFiles(root, [str(file.relative_to(root)) for file in files], size, decoding)
+        kept = decoded_once(root / "hash.npz", stamps, lambda unfinished: described(), splits, texts)
+        found = arrays_of_parts(labelled, images) | kept
+    elif decoding.resize is None:
+        found = arrays_of_parts(labelled, _images(sources, decoding)) | described()
+    else:
+        names = (*arrays_of(splits), *texts)
+        found = decoded_once(root / f"resized-{decoding.resize}.npz", stamps, decode, splits, names)
+    return found | {"content": found.pop("hash") + f"{decoding.resize or 0:08x}"}
 
 
-def _content(files: Sequence[Path], decoding: Decoding) -> str:
-    """The hash of the files' bytes, in order, and of the size to which they are resized, in hex
-    digits.
-    """
-    digest = hashlib.sha256(f"{decoding.resize}".encode())
+def _size_on_disk(sources: Sequence[Source], decoding: Decoding) -> tuple[int, int] | None:
+    """Height and width of images that stay on the disk; None if they are loaded into memory."""
+    if decoding.load == "memory":
+        return None
+    height, width = _first_size(sources, decoding)
+    # What is left out is known once it is decoded: the stream must not depend on it.
+    needed = decoding.load == "disk" or decoding.on_error == "skip"
+    fits = _COPIES * len(sources) * height * width * 3 <= available_bytes()
+    return None if fits and not needed else (height, width)
+
+
+def _hash(files: Sequence[Path]) -> str:
+    """The hash of the files' bytes, in order, in hex digits."""
+    digest = hashlib.sha256()
     for file in files:
         data = read_file(file)
         digest.update(f" {len(data)} ".encode())

@@ -16,6 +16,7 @@ from typing import Any
 from mose_fast.streams.cache import arrays_of_parts, decode_resumably, decoded_once, stamp
 from mose_fast.streams.decoding import Decoding, read_file
 from mose_fast.streams.draws import StreamError
+from mose_fast.streams.npz import arrays_of
 
 FOLDER = "tiny-imagenet-200"
 ZIP = f"{FOLDER}.zip"
@@ -71,7 +72,8 @@ def read(data_dir: Path, decoding: Decoding, splits: Sequence[str]) -> dict[str,
                 files, cache = _folder_files(root), root / CACHE
             else:
                 files, cache = _zip_files(root, stack.enter_context(zipfile.ZipFile(root))), root.with_name(CACHE)
-            found = decoded_once(cache, files.stamps, partial(_decode, files, decoding, splits), splits)
+            names = (*arrays_of(splits), "class_names")
+            found = decoded_once(cache, files.stamps, partial(_decode, files, decoding, splits), splits, names)
         except (zipfile.BadZipFile, EOFError) as error:
             raise StreamError(f"{root} is damaged or truncated ({error}); get {SOURCE} again") from error
     return {**found, "labels": range(len(found["class_names"])), "source": str(root)}

@@ -78,6 +78,20 @@ def test_the_fingerprint_changes_with_every_byte_and_with_the_size(tmp_path):
     assert len(changed) == 2 and not changed & found
 
 
+@pytest.mark.parametrize("how", [{}, {"validation": 0.25, "evaluate_on": "validation"}])
+def test_files_are_hashed_once_until_one_changes(tmp_path, monkeypatch, how):
+    made = write_folder(tmp_path / "photos", classes=2, train=8, test=1, side=16)
+    read = []
+    monkeypatch.setattr(folder, "read_file", lambda file: read.append(file) or decoding.read_file(file))
+    first = load(made, load="disk", **how).fingerprint
+    assert len(read) > 16  # all of them, and one for the size
+    read.clear()
+    assert load(made, load="disk", **how).fingerprint == first and len(read) == 1
+    file = made / "train" / "class0001" / "0003.jpg"
+    file.write_bytes(file.read_bytes() + b"0")
+    assert load(made, load="disk", **how).fingerprint != first
+
+
 def test_batches_are_decoded_in_order_and_not_far_ahead(photos, monkeypatch):
     images, wanted = load(photos, load="disk", resize=8).x_train, load(photos, load="memory", resize=8).x_train
     rows = torch.randperm(48, generator=torch.Generator().manual_seed(1)).repeat(10)
