@@ -4,7 +4,7 @@
     python -m bench.large_folder FOLDER --resize 64 --width 8 --limit-per-task 500
 
 It decodes training images in batches, as a run does, without a network; then it runs ER and prints
-the memory of the process after each task, and its peak (Linux's VmHWM). With --load memory, the
+the memory of the process after each task, and its peak. With --load memory, the
 images are decoded before, so that training alone is timed.
 """
 

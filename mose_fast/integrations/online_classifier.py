@@ -169,8 +169,8 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
         return torch.softmax(scores / 2 if self.learner_.resolve_expert()[0] == "ncm" else scores, -1).numpy()
 
     def _scores(self, X: Any) -> Tensor:
-        """``[N, len(classes_)]``: see :meth:`mose_fast.Learner.scores`."""
-        return self.learner_.scores(check_images(X, "X"))[:, : len(self.classes_)]
+        """``[N, len(classes_)]``, on the CPU: see :meth:`mose_fast.Learner.scores`."""
+        return self.learner_.scores(check_images(X, "X"))[:, : len(self.classes_)].cpu()
 
     def _untrained(self, image_size: Sequence[int], classes: int) -> Learner:
         """A learner with the settings as they are now."""
@@ -190,7 +190,8 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
 
 def _joined(known: np.ndarray, labels: np.ndarray, most: int, what: str) -> np.ndarray:
     """The known labels and those of ``labels`` that are new; ValueError if they are too many."""
-    new = [label for label in dict.fromkeys(labels.tolist()) if label not in known.tolist()]
+    held = set(known.tolist())
+    new = [label for label in dict.fromkeys(labels.tolist()) if label not in held]
     if len(known) + len(new) > most:
         raise ValueError(
             f"{what} holds {shown(new[most - len(known)])}, which is one class more than the {most} of the network;"

@@ -263,7 +263,7 @@ class Learner(Planner):
         """Predicts the labels of raw images among the classes seen so far: int64 [N], on the CPU.
         Arguments and errors are those of :meth:`scores`, whose largest values it names.
         """
-        return self.scores(x, classifier, expert).argmax(-1)
+        return self.scores(x, classifier, expert).argmax(-1).cpu()
 
     def scores(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
         """How much raw images look like each class.
@@ -275,8 +275,8 @@ class Learner(Planner):
                 ``mean_logit``); None: the configuration's.
 
         Returns:
-            [N, K], on the CPU; the largest is predicted. ``ncm``: minus the squared distances of
-            normalised features to the class means, float64, -inf for a class without one.
+            [N, K], on the device; the largest is predicted. ``ncm``: minus the squared distances
+            of normalised features to the class means, float64, -inf for a class without one.
             ``linear``: logits, float32.
 
         Raises:
@@ -290,7 +290,7 @@ class Learner(Planner):
         self.prepare_evaluation()
         features, logits = self.outputs(x)
         scores = logits if classifier == "linear" else -self.class_means().distances(features)
-        return (scores.mean(0) if expert == MEAN_OF_EXPERTS[classifier] else scores[int(expert) - 1]).cpu()
+        return scores.mean(0) if expert == MEAN_OF_EXPERTS[classifier] else scores[int(expert) - 1]
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
         """The results' names of this classifier and expert; None: those of the configuration."""
