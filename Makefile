@@ -7,7 +7,8 @@
 #   make paper-trial                    every table and figure of the paper with a small network (for the night)
 #   make docs                           these pages and the Python reference as a site with search, in build/site
 #   make mutants                        small changes to methods and losses by mutmut: prints what no test notices
-#   make nightly                        make mutants; nvcc's PTX on the CPU with more cases, and with faults
+#   make nightly                        make mutants; kernels' budgets for every GPU of a release; nvcc's PTX on the CPU
+#                                       with more cases, and with faults
 # Also: make lint, make clean. A second call repeats only the steps whose inputs have changed.
 
 STREAM ?= digits
@@ -27,7 +28,8 @@ endif
 export TORCH_CUDA_ARCH_LIST
 
 VENV := .venv
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported, a small part of what is installed.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Prints what a step does and, every ten seconds, how long it has taken. Shows the step's own output only if it fails.
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
@@ -75,6 +77,7 @@ mutants: $(VENV)/mutants.stamp
 # The interpreter is no part of this repository: it lies beside it, in shared/tools. Wants nvcc and g++; no GPU.
 PTX_ON_CPU := ../shared/tools/ptx_on_cpu/run.py
 nightly: mutants
+	$(VENV)/bin/python -m build_tools.kernel_budget
 	$(VENV)/bin/python $(PTX_ON_CPU) .
 	$(VENV)/bin/python $(PTX_ON_CPU) . --faults
 

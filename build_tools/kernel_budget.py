@@ -1,7 +1,8 @@
 """Checks what every kernel takes against budgets.
 
-    python -m build_tools.kernel_budget          # compiles each .cu for every GPU of a release
-    python -m build_tools.kernel_budget --write  # also writes csrc/loop_budget.txt anew
+    python -m build_tools.kernel_budget               # compiles each .cu for every GPU of a release
+    python -m build_tools.kernel_budget --archs 80 90 # for these alone, as each change is checked
+    python -m build_tools.kernel_budget --write       # also writes csrc/loop_budget.txt anew
 
 The check compares the registers that ptxas says every kernel takes with csrc/kernel_budget.txt, and
 what the loops of the instances in csrc/loop_budget.txt issue, by class, with their lines there
@@ -231,6 +232,9 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Compiles, prints the table and the complaints; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the loops' budgets")
+    parser.add_argument(
+        "--archs", nargs="+", choices=ARCHS, metavar="N", help=f"90 and others of {', '.join(ARCHS)}, instead of all"
+    )
     wanted = parser.parse_args(arguments)
     toolkits, looked = find_toolkits(os.environ)
     if not toolkits:
@@ -238,7 +242,9 @@ def main(arguments: Sequence[str] = ()) -> int:
         return 2
     lists = read_sources(ROOT / "csrc")
     nvcc = toolkits[0].root / "bin" / "nvcc"
-    archs = [arch.removesuffix("+PTX").replace(".", "") for arch in default_archs(toolkits[0].version)]
+    archs = wanted.archs or [arch.removesuffix("+PTX").replace(".", "") for arch in default_archs(toolkits[0].version)]
+    if "90" not in archs:
+        parser.error(f"--archs is {' '.join(archs)}; wanted 90 among them, whose loops have budgets")
     with ThreadPoolExecutor(jobs()) as pool:
         done = [
             pool.submit(_compile, nvcc, lists["MOSE_FAST_NVCC_FLAGS"], ROOT / "csrc" / name, arch)

@@ -3,7 +3,7 @@
 //
 //   kernel_check [NAME ...]            the cases whose names begin with one of these, else all; one line a case
 //   kernel_check --sites [NAME ...]    on the CPU: also prints each barrier that was reached, as file:line
-//   kernel_check --without FILE:LINE   on the CPU: that barrier does nothing
+//   kernel_check --without FILE:LINE   on the CPU: that barrier does nothing, and the first case that fails is the last
 //
 // Exit status 0: all cases hold; 1: a case fails; 2: wrong arguments; 77: there is no GPU.
 #include <algorithm>
@@ -162,14 +162,18 @@ int main(int argc, char** argv) {
   }
   int run = 0;
   int failed = 0;
+  bool go_on = true;
   for (const kernel_case::Case& tried : kernel_case::cases()) {
     const bool wanted = names.empty() || std::any_of(names.begin(), names.end(), [&](const std::string& name) {
                           return std::string(tried.name).rfind(name, 0) == 0;
                         });
-    if (wanted) {
+    if (wanted && go_on) {
       ++run;
       failed += kernel_case::holds(tried) ? 0 : 1;
       std::fflush(stdout);
+#if defined(MF_KERNELS_ON_CPU)
+      go_on = failed == 0 || *shim::missing_site == '\0';
+#endif
     }
   }
 #if defined(MF_KERNELS_ON_CPU)

@@ -107,7 +107,9 @@ def with_headers(path: Path) -> set[Path]:
 
 
 def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    # Of a missing barrier one race is enough.
+    settings = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env=settings)
 
 
 def test_every_kernel_has_cases():

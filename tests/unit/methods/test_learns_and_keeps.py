@@ -29,7 +29,7 @@ REPLAYS_NOTHING = ("finetune", "agem")
 
 TASKS, IMAGES = 3, 250  # of each class
 #: Steps on each batch: with one, OCM and OnPro have 6 % on the newest task.
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 @cache
