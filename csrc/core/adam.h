@@ -15,6 +15,7 @@ struct AdamSettings {
   float beta2;
   float eps;
   float weight_decay;
+  float average_rate;
 };
 
 // What the step that follows `steps` steps makes of the learning rate and of the root of the second
@@ -37,6 +38,11 @@ MF_HD inline void adam_update(const AdamSettings& settings, const AdamScale& sca
   exp_avg += settings.share1 * (g - exp_avg);
   exp_avg_sq = settings.beta2 * exp_avg_sq + settings.share2 * g * g;
   weight -= scale.step_size * exp_avg / (sqrtf(exp_avg_sq) * scale.inverse_root + settings.eps);
+}
+
+// A weight's moving average, after the weight was updated.
+MF_HD inline void adam_follow(const AdamSettings& settings, float weight, float& average) {
+  average += settings.average_rate * (weight - average);
 }
 
 }  // namespace mf

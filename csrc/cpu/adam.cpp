@@ -37,6 +37,19 @@ void update(const AdamParams& params, const AdamSettings& settings, const AdamSc
       round_to(weights[i], params.shadow[start + i]);
     }
   }
+  if (params.average != nullptr) {
+    float* average = params.average + start;
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+      adam_follow(settings, weights[i], average[i]);
+    }
+    if (params.average_shadow != nullptr) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) {
+        round_to(average[i], params.average_shadow[start + i]);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -14,8 +14,9 @@ __global__ void __launch_bounds__(kBeginThreads) adam_begin_kernel(const AdamBeg
   adam_begin_block(params, *reinterpret_cast<int32_t*>(shared));
 }
 
+template <bool kAverage>
 __global__ void __launch_bounds__(kPieceThreads) adam_pieces_kernel(const AdamPieces params) {
-  adam_pieces_block(params);
+  adam_pieces_block<kAverage>(params);
 }
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
@@ -26,7 +27,7 @@ void adam_step(const AdamParams& params, Stream stream) {
   MF_CHECK(params.parameters >= 0 && params.parameters <= kMaxAdamParameters, "there are ", params.parameters,
            " parameters; wanted 0 to ", kMaxAdamParameters);
   MF_CHECK(is_aligned(params.master) && is_aligned(params.exp_avg) && is_aligned(params.exp_avg_sq) &&
-               is_aligned(params.shadow),
+               is_aligned(params.shadow) && is_aligned(params.average) && is_aligned(params.average_shadow),
            "a flat buffer does not start at a multiple of 16 bytes");
   AdamBegin begin{};
   begin.steps = params.steps;
@@ -49,9 +50,12 @@ void adam_step(const AdamParams& params, Stream stream) {
   pieces.exp_avg = params.exp_avg;
   pieces.exp_avg_sq = params.exp_avg_sq;
   pieces.shadow = reinterpret_cast<__nv_bfloat16*>(params.shadow);
+  pieces.average = params.average;
+  pieces.average_shadow = reinterpret_cast<__nv_bfloat16*>(params.average_shadow);
   pieces.scales = params.scales;
   pieces.frozen = params.frozen;
   pieces.settings = params.settings();
+  const auto adam_pieces = params.average == nullptr ? adam_pieces_kernel<false> : adam_pieces_kernel<true>;
   int64_t blocks = 0;
   for (int64_t i = 0; i < params.tensor_count; ++i) {
     const AdamTensor& tensor = params.tensors[i];
@@ -69,9 +73,9 @@ void adam_step(const AdamParams& params, Stream stream) {
     }
     if (blocks > 0 && (pieces.tensor_count == kAdamTensors || i + 1 == params.tensor_count)) {
       if (i < kAdamTensors) {  // the first
-        MF_LAUNCH_AFTER(adam_pieces_kernel, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
+        MF_LAUNCH_AFTER(adam_pieces, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
       } else {
-        MF_LAUNCH(adam_pieces_kernel, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
+        MF_LAUNCH(adam_pieces, static_cast<unsigned>(blocks), kPieceThreads, 0, stream, pieces);
       }
       pieces.tensor_count = 0;
       blocks = 0;

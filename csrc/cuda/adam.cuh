@@ -3,8 +3,8 @@
 // A call begins with one block that decides for all others whether this step is frozen, computes
 // each parameter's bias corrections and counts its step. Then the weights are cut into pieces of
 // equal size, one block each, which reads the gradient where it is: pointers come in the launch's
-// arguments. A weight takes about 30 bytes of traffic and a few dozen operations, so memory
-// bandwidth decides.
+// arguments. A weight takes about 30 bytes of traffic, 40 with a moving average, and a few dozen
+// operations, so memory bandwidth decides.
 #pragma once
 
 #include <cmath>
@@ -48,6 +48,8 @@ struct AdamPieces {
   float* exp_avg;
   float* exp_avg_sq;
   __nv_bfloat16* shadow;
+  float* average;
+  __nv_bfloat16* average_shadow;
   const AdamScale* scales;
   const int32_t* frozen;
   AdamSettings settings;
@@ -81,8 +83,8 @@ __device__ inline void adam_begin_block(const AdamBegin& params, int32_t& frozen
 }
 
 // Weights [first, last) of a tensor; `aligned`: four of them may be read and written at once, from
-// every fourth on.
-template <typename Gradient>
+// every fourth on. kAverage: there is a moving average.
+template <typename Gradient, bool kAverage>
 __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int64_t first, int64_t last,
                            bool aligned) {
   const AdamScale scale = params.scales[tensor.parameter];
@@ -94,12 +96,19 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
   for (int64_t i = first + 4 * threadIdx.x; i < whole; i += 4 * static_cast<int64_t>(blockDim.x)) {
     const auto g = Vec<Gradient, 4>::load(gradients + i);
     float w[4], m[4], v[4];
+    [[maybe_unused]] float a[4];
     load_floats(weights + i, w);
     load_floats(exp_avg + i, m);
     load_floats(exp_avg_sq + i, v);
+    if constexpr (kAverage) {
+      load_floats(params.average + tensor.start + i, a);
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       adam_update(params.settings, scale, g[k], w[k], m[k], v[k]);
+      if constexpr (kAverage) {
+        adam_follow(params.settings, w[k], a[k]);
+      }
     }
     Vec<float, 4>::pack(w).store(weights + i);
     Vec<float, 4>::pack(m).store(exp_avg + i);
@@ -107,16 +116,30 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
     if (params.shadow != nullptr) {
       Vec<__nv_bfloat16, 4>::pack(w).store(params.shadow + tensor.start + i);
     }
+    if constexpr (kAverage) {
+      Vec<float, 4>::pack(a).store(params.average + tensor.start + i);
+      if (params.average_shadow != nullptr) {
+        Vec<__nv_bfloat16, 4>::pack(a).store(params.average_shadow + tensor.start + i);
+      }
+    }
   }
   for (int64_t i = whole + threadIdx.x; i < last; i += static_cast<int64_t>(blockDim.x)) {
     adam_update(params.settings, scale, to_float(gradients[i]), weights[i], exp_avg[i], exp_avg_sq[i]);
     if (params.shadow != nullptr) {
       params.shadow[tensor.start + i] = __float2bfloat16_rn(weights[i]);
     }
+    if constexpr (kAverage) {
+      float& average = params.average[tensor.start + i];
+      adam_follow(params.settings, weights[i], average);
+      if (params.average_shadow != nullptr) {
+        params.average_shadow[tensor.start + i] = __float2bfloat16_rn(average);
+      }
+    }
   }
 }
 
-__device__ inline void adam_pieces_block(const AdamPieces& params) {
+template <bool kAverage>
+__device__ void adam_pieces_block(const AdamPieces& params) {
   wait_for_previous();
   if (*params.frozen != 0) {
     return;
@@ -136,7 +159,7 @@ __device__ inline void adam_pieces_block(const AdamPieces& params) {
   const int64_t last = first + kAdamPiece < tensor.count ? first + kAdamPiece : tensor.count;
   const bool aligned = tensor.start % 4 == 0 && reinterpret_cast<uintptr_t>(tensor.gradient) % 16 == 0;
   with_type(static_cast<FloatType>(tensor.type),
-            [&](auto type) { adam_piece<decltype(type)>(params, tensor, first, last, aligned); });
+            [&](auto type) { adam_piece<decltype(type), kAverage>(params, tensor, first, last, aligned); });
 }
 
 }  // namespace mf::cuda

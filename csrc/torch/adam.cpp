@@ -21,7 +21,8 @@ namespace {
 void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::vector<MaybeTensor>& gradients, const std::vector<int64_t>& offsets, const at::Tensor& steps,
                const at::Tensor& lr, double beta1, double beta2, double eps, double weight_decay,
-               const MaybeTensor& shadow, const MaybeTensor& loss, const MaybeTensor& latch) {
+               const MaybeTensor& shadow, const MaybeTensor& loss, const MaybeTensor& latch, const MaybeTensor& average,
+               const MaybeTensor& average_shadow, double average_rate) {
   const int64_t size = master.numel();
   const auto parameters = static_cast<int64_t>(gradients.size());
   const at::Device device = master.device();
@@ -45,10 +46,15 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
     tensors.push_back({gradient.const_data_ptr(), offsets[i], gradient.numel(), static_cast<int32_t>(i),
                        float_type(gradient, "a gradient")});
   }
+  const auto copy_of = [&](const MaybeTensor& copy, const char* name) {
+    return reinterpret_cast<BFloat16*>(row_pointer<at::BFloat16>(copy, name, size, device));
+  };
   AdamParams params{row_pointer<float>(master, "master", size, device),
                     row_pointer<float>(exp_avg, "exp_avg", size, device),
                     row_pointer<float>(exp_avg_sq, "exp_avg_sq", size, device),
-                    reinterpret_cast<BFloat16*>(row_pointer<at::BFloat16>(shadow, "shadow", size, device)),
+                    copy_of(shadow, "shadow"),
+                    row_pointer<float>(average, "average", size, device),
+                    copy_of(average_shadow, "average_shadow"),
                     row_pointer<float>(steps, "steps", parameters, device),
                     row_pointer<const float>(lr, "lr", 1, device),
                     row_pointer<const float>(loss, "loss", 1, device),
@@ -61,7 +67,8 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
                     beta1,
                     beta2,
                     eps,
-                    weight_decay};
+                    weight_decay,
+                    average_rate};
   static_assert(sizeof(AdamScale) == 2 * sizeof(float) && sizeof(int32_t) == sizeof(float), "one workspace holds both");
   run(
       device, "master",
@@ -80,7 +87,8 @@ void bind_adam(py::module_& module) {
   module.def("adam_step", &adam_step, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
              py::arg("gradients"), py::arg("offsets"), py::arg("steps"), py::arg("lr"), py::arg("beta1"),
              py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("shadow"), py::arg("loss"),
-             py::arg("latch"), py::call_guard<py::gil_scoped_release>());
+             py::arg("latch"), py::arg("average"), py::arg("average_shadow"), py::arg("average_rate"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace mf

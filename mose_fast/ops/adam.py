@@ -50,6 +50,9 @@ def adam_step(
     shadow: Tensor | None = None,
     loss: Tensor | None = None,
     latch: Tensor | None = None,
+    average: Tensor | None = None,
+    average_shadow: Tensor | None = None,
+    average_rate: float = 0.0,
 ) -> None:
     """Takes one step of Adam with coupled weight decay, in place: ``torch.optim.Adam`` over all
     parameters at once.
@@ -59,14 +62,15 @@ def adam_step(
         m <- m + (1 - beta1) (g - m)
         v <- beta2 v + (1 - beta2) g^2
         w <- w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+        a <- a + average_rate (w - a)
 
     Args:
         master: float32 [P], the weights w.
         exp_avg: float32 [P], the first moments m.
         exp_avg_sq: float32 [P], the second moments v.
         gradients: One per parameter, float32 or bfloat16, of any shape, in dense memory;
-            elements are read in memory order. None leaves the parameter, its moments and its count
-            of steps unchanged.
+            elements are read in memory order. None leaves the parameter, its moments, its average
+            and its count of steps unchanged.
         offsets: The parameters' first positions in the flat buffers, ascending, without overlap.
             Elements between parameters are not changed.
         steps: float32, one count t per parameter; each advances by 1.
@@ -78,20 +82,30 @@ def adam_step(
         shadow: bfloat16 [P], receives the new weights, rounded; None: no copy.
         loss: float32, one element; if it is not finite, nothing is written and ``latch`` is set.
         latch: bool scalar; while it is set, nothing is written, whatever the loss.
+        average: float32 [P], the moving average a of the weights; None: there is none.
+        average_shadow: bfloat16 [P], receives the new average, rounded; None: no copy.
+        average_rate: How far the average moves towards the new weight, from 0 to 1.
 
     Raises:
         TypeError: A dtype does not fit.
         ValueError: A shape, a device, an offset or a number does not fit, a gradient is not dense,
-            or there are more than :data:`MOST_TENSORS` parameters.
+            there are more than :data:`MOST_TENSORS` parameters, or ``average_shadow`` comes without
+            ``average``.
 
     Source: Kingma and Ba 2015, algorithm 1; mose_fast/reference/adam.py.
     """
     check_tensor("master", master, (torch.float32,), ("P",), contiguous=True)
     size, beside = len(master), ("master", master)
-    for name, buffer in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+    flat = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    flat |= {} if average is None else {"average": average}
+    for name, buffer in flat.items():
         check_tensor(name, buffer, (torch.float32,), (size,), beside=beside, contiguous=True)
-    if shadow is not None:
-        check_tensor("shadow", shadow, (torch.bfloat16,), (size,), beside=beside, contiguous=True)
+    for name, copy in (("shadow", shadow), ("average_shadow", average_shadow)):
+        if copy is not None:
+            check_tensor(name, copy, (torch.bfloat16,), (size,), beside=beside, contiguous=True)
+    if average is None and average_shadow is not None:
+        raise ValueError("average_shadow is given and average is None; wanted the average that it rounds")
+    require(0 <= average_rate <= 1, "average_rate", average_rate, "0 to 1")
     if len(gradients) != len(offsets) or len(gradients) > MOST_TENSORS:
         raise ValueError(
             f"there are {len(gradients)} gradients and {len(offsets)} offsets; wanted as many of both, at most"
@@ -129,6 +143,7 @@ def adam_step(
             )
     options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     options |= {"shadow": shadow, "loss": loss, "latch": latch}
+    options |= {"average": average, "average_shadow": average_shadow, "average_rate": average_rate}
     with torch.no_grad():
         if _loader.serves("adam", master):
             _loader.native.adam_step(master, exp_avg, exp_avg_sq, list(gradients), list(offsets), steps, lr, **options)

@@ -1,4 +1,4 @@
-"""Adam over flat buffers of weights, their moments and bf16 copies; few launches a step."""
+"""Adam over flat buffers of weights, moments, averages and bf16 copies; few launches a step."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ class FlatAdam(torch.optim.Optimizer):
     weight is cast in the forward pass; norms' weights and biases stay float32 and are their own
     leaves. Gradients accumulate in the leaves' ``grad``.
 
+    With ``average_rate`` r, each weight w has a moving average a, at first a copy of it, and a step
+    that updates w then does a <- a + r (w - a). The averages are not part of :meth:`state_dict`:
+    whoever uses them keeps :attr:`averages`, and after copying into them calls
+    :meth:`refresh_shadows`.
+
     A step reads the learning rate, the counts of steps and the latch on the device and never waits:
     it can be captured in a CUDA graph. The learning rate is a tensor in ``param_groups[0]["lr"]``,
     which PyTorch's schedulers fill in place, also for a captured step; the next call of
@@ -39,17 +44,22 @@ class FlatAdam(torch.optim.Optimizer):
     Args:
         params: Parameters, or pairs of name and parameter: float32, on one device; one group.
         shadow_dtype: bfloat16; None: the parameters are the leaves.
+        average_rate: Rate r of the moving averages, above 0 and at most 1; None: there are none.
 
     Attributes:
         leaves: For each parameter, in order, the tensor that a forward pass uses.
         shadows: The shadow of each parameter, None where it has none.
+        averages: The moving average of each parameter, float32, of its shape and memory order;
+            empty without ``average_rate``.
+        average_leaves: What a forward pass with the averages uses: for each parameter the bf16 copy
+            of its average if it has a shadow, else its average; empty without ``average_rate``.
         latch: bool scalar. Once set, by a ``loss`` that is not finite or by the caller, no step
             writes anything until it is cleared.
 
     Raises:
         TypeError: A parameter is not float32, or ``shadow_dtype`` is another dtype.
-        ValueError: There is no parameter, parameters lie on several devices, ``lr`` is negative, or
-            more than one group is given.
+        ValueError: There is no parameter, parameters lie on several devices, ``lr`` is negative,
+            ``average_rate`` is not above 0 and at most 1, or more than one group is given.
     """
 
     def __init__(
@@ -61,11 +71,14 @@ class FlatAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         shadow_dtype: torch.dtype | None = None,
+        average_rate: float | None = None,
     ) -> None:
         if shadow_dtype not in (None, torch.bfloat16):
             raise TypeError(f"shadow_dtype is {shadow_dtype}; wanted torch.bfloat16 or None")
         if not lr >= 0:
             raise ValueError(f"lr is {lr!r}; wanted at least 0")
+        if average_rate is not None and not 0 < average_rate <= 1:
+            raise ValueError(f"average_rate is {average_rate!r}; wanted above 0 and at most 1, or None")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self._parameters: list[nn.Parameter] = self.param_groups[0]["params"]
         device = self._parameters[0].device
@@ -87,8 +100,14 @@ class FlatAdam(torch.optim.Optimizer):
         self._master, self._exp_avg, self._exp_avg_sq = (torch.zeros(size, device=device) for _ in range(3))
         self._shadow = None if shadow_dtype is None else torch.zeros(size, dtype=shadow_dtype, device=device)
 
+        self._average_rate = average_rate
+        self._average = None if average_rate is None else torch.zeros_like(self._master)
+        self._average_shadow = None if average_rate is None or self._shadow is None else torch.zeros_like(self._shadow)
+
         self._moments = []  # for each parameter, as torch.optim.Adam keeps them
         self.shadows: list[Tensor | None] = []
+        self.averages: list[Tensor] = []
+        self.average_leaves: list[Tensor] = []
         for position, parameter in enumerate(self._parameters):
             # A dense tensor of the parameter's memory order.
             layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), self._offsets[position]
@@ -98,6 +117,10 @@ class FlatAdam(torch.optim.Optimizer):
             has_shadow = self._shadow is not None and parameter.dim() > 1
             shadow = self._shadow.as_strided(*layout).detach() if has_shadow else None
             self.shadows.append(shadow if shadow is None else shadow.requires_grad_(parameter.requires_grad))
+            if self._average is not None:
+                self.averages.append(self._average.as_strided(*layout).copy_(parameter.detach()))
+                copied = self._average_shadow.as_strided(*layout) if has_shadow else self.averages[-1]
+                self.average_leaves.append(copied)
         self.leaves: list[Tensor] = [p if s is None else s for p, s in zip(self._parameters, self.shadows, strict=True)]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self.refresh_shadows()
@@ -110,9 +133,12 @@ class FlatAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def refresh_shadows(self) -> None:
-        """Rounds the weights into the shadows; for weights changed by anything but :meth:`step`."""
-        if self._shadow is not None:
-            self._shadow.copy_(self._master)
+        """Rounds the weights and their averages into their bf16 copies; for weights or averages
+        changed by anything but :meth:`step`.
+        """
+        for shadow, buffer in ((self._shadow, self._master), (self._average_shadow, self._average)):
+            if shadow is not None:
+                shadow.copy_(buffer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -122,7 +148,7 @@ class FlatAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None] | None = None, loss: Tensor | None = None) -> None:
-        """Takes one step; the shadows hold the new weights afterwards.
+        """Takes one step; the shadows hold the new weights and averages afterwards.
 
         Args:
             gradients: One for each parameter, in order, of its shape, float32 or bfloat16; None
@@ -176,10 +202,14 @@ class FlatAdam(torch.optim.Optimizer):
             shadow=self._shadow,
             loss=loss,
             latch=self.latch,
+            average=self._average,
+            average_shadow=self._average_shadow,
+            average_rate=self._average_rate or 0.0,
         )
         # Autograd does not see what native code writes; a backward pass that still needs the old
         # weights must fail, not use the new ones.
-        increment_version([leaf for leaf, gradient in zip(self.leaves, prepared, strict=True) if gradient is not None])
+        written = [leaf for leaf, gradient in zip(self.leaves, prepared, strict=True) if gradient is not None]
+        increment_version([*written, *(x for x in (self._average, self._average_shadow) if x is not None)])
 
     def _take_over_lr(self) -> None:
         group = self.param_groups[0]

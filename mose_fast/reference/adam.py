@@ -5,7 +5,9 @@ added to the gradient). For a parameter w with moments m and v, gradient g and i
 steps t, after t <- t + 1 and g <- g + weight_decay w:
 
     m <- m + (1 - beta1) (g - m),    v <- beta2 v + (1 - beta2) g^2,
-    w <- w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps).
+    w <- w - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps),
+
+and a moving average a of the weight follows it: a <- a + average_rate (w - a).
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ def adam_step(
     shadow: Tensor | None = None,
     loss: Tensor | None = None,
     latch: Tensor | None = None,
+    average: Tensor | None = None,
+    average_shadow: Tensor | None = None,
+    average_rate: float = 0.0,
 ) -> None:
     """Takes one step in place, without waiting; see :func:`mose_fast.ops.adam.adam_step`."""
     frozen = torch.zeros((), dtype=torch.bool, device=master.device) if latch is None else latch.clone()
@@ -52,7 +57,9 @@ def adam_step(
         step_size = (lr.double() / (1 - beta1**t)).float()
         correction = (1 - beta2**t).sqrt().float()
         w = master[part] - step_size * m / (v.sqrt() / correction + eps)
+        a = None if average is None else average[part] + average_rate * (w - average[part])
         steps[position] = torch.where(frozen, steps[position], t.float())
-        for buffer, value in ((exp_avg, m), (exp_avg_sq, v), (master, w), (shadow, w)):
+        written = ((exp_avg, m), (exp_avg_sq, v), (master, w), (shadow, w), (average, a), (average_shadow, a))
+        for buffer, value in written:
             if buffer is not None:
                 buffer[part] = torch.where(frozen, buffer[part], value.to(buffer.dtype))
