@@ -108,7 +108,7 @@ conflicts+=,l1tex__data_pipe_lsu_wavefronts_mem_shared.sum
 done_before="$dtype and (bench_step or bench_loop or 384 and native and (bench_batch_norm_act or bench_align_conv))"
 [[ -n $data ]] || done_before+=" or bench_run and not bench_loop"
 declare -A seconds=(
-  [bench_adam]=12 [bench_align_conv]=60 [bench_augment]=25 [bench_augment_parameters]=15 [bench_batch_norm_act]=85
+  [bench_adam]=18 [bench_align_conv]=60 [bench_augment]=25 [bench_augment_parameters]=15 [bench_batch_norm_act]=85
   [bench_batch_norm_pool]=20
   [bench_expert_losses]=45 [bench_norm_pool]=50 [bench_null]=15 [bench_reservoir]=15 [bench_run]=90 [bench_step]=30
 )

@@ -27,8 +27,8 @@ struct AdamParams {
   float* exp_avg;
   float* exp_avg_sq;
   BFloat16* shadow;           // as master; null: there is none
-  float* average;             // as master, of its moving average; null: there is none
-  BFloat16* average_shadow;   // of the average; null: there is none
+  float* average;             // as master, the moving average of each weight; null: there is none
+  BFloat16* average_shadow;   // as master, of the averages; null: there is none
   float* steps;               // [parameters], + 1 for each parameter that has a gradient
   const float* lr;            // a scalar where the buffers are
   const float* loss;          // null, or a scalar: not finite, it freezes this call and sets the latch
@@ -45,8 +45,8 @@ struct AdamParams {
   double average_rate;
 
   AdamSettings settings() const {
-    return {static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2), static_cast<float>(beta2),
-            static_cast<float>(eps), static_cast<float>(weight_decay), static_cast<float>(average_rate)};
+    return {static_cast<float>(1.0 - beta1), static_cast<float>(1.0 - beta2),  static_cast<float>(beta2),
+            static_cast<float>(eps),         static_cast<float>(weight_decay), static_cast<float>(average_rate)};
   }
 };
 

@@ -3,7 +3,7 @@
 // A call begins with one block that decides for all others whether this step is frozen, computes
 // each parameter's bias corrections and counts its step. Then the weights are cut into pieces of
 // equal size, one block each, which reads the gradient where it is: pointers come in the launch's
-// arguments. A weight takes about 30 bytes of traffic, 10 more with a moving average, and a few dozen
+// arguments. A weight takes about 30 bytes of traffic, 40 with a moving average, and a few dozen
 // operations, so memory bandwidth decides.
 #pragma once
 

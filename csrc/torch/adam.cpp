@@ -21,8 +21,8 @@ namespace {
 void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
                const std::vector<MaybeTensor>& gradients, const std::vector<int64_t>& offsets, const at::Tensor& steps,
                const at::Tensor& lr, double beta1, double beta2, double eps, double weight_decay,
-               const MaybeTensor& shadow, const MaybeTensor& loss, const MaybeTensor& latch,
-               const MaybeTensor& average, const MaybeTensor& average_shadow, double average_rate) {
+               const MaybeTensor& shadow, const MaybeTensor& loss, const MaybeTensor& latch, const MaybeTensor& average,
+               const MaybeTensor& average_shadow, double average_rate) {
   const int64_t size = master.numel();
   const auto parameters = static_cast<int64_t>(gradients.size());
   const at::Device device = master.device();
@@ -46,13 +46,15 @@ void adam_step(const at::Tensor& master, const at::Tensor& exp_avg, const at::Te
     tensors.push_back({gradient.const_data_ptr(), offsets[i], gradient.numel(), static_cast<int32_t>(i),
                        float_type(gradient, "a gradient")});
   }
+  const auto copy_of = [&](const MaybeTensor& copy, const char* name) {
+    return reinterpret_cast<BFloat16*>(row_pointer<at::BFloat16>(copy, name, size, device));
+  };
   AdamParams params{row_pointer<float>(master, "master", size, device),
                     row_pointer<float>(exp_avg, "exp_avg", size, device),
                     row_pointer<float>(exp_avg_sq, "exp_avg_sq", size, device),
-                    reinterpret_cast<BFloat16*>(row_pointer<at::BFloat16>(shadow, "shadow", size, device)),
+                    copy_of(shadow, "shadow"),
                     row_pointer<float>(average, "average", size, device),
-                    reinterpret_cast<BFloat16*>(
-                        row_pointer<at::BFloat16>(average_shadow, "average_shadow", size, device)),
+                    copy_of(average_shadow, "average_shadow"),
                     row_pointer<float>(steps, "steps", parameters, device),
                     row_pointer<const float>(lr, "lr", 1, device),
                     row_pointer<const float>(loss, "loss", 1, device),

@@ -370,24 +370,28 @@ class ExpertLosses(Problem):
 
 class Adam(Problem):
     """Weights, moments and counts of steps after three steps over parameters of odd sizes, and the
-    copies of the weights in half precision, for gradients that are. One gradient is missing in the
-    second step; a fourth step, whose loss is NaN, must change nothing.
+    copies of the weights in half precision, for gradients that are; with ``averages`` also the
+    moving averages and their copies. One gradient is missing in the second step; a fourth step,
+    whose loss is NaN, must change nothing.
     """
 
     op, form = staticmethod(adam_step), torch.optim.Adam
     SIZES = (7, 1728, 1, 130, 4099)
-    LR, BETAS = 1e-2, (0.9, 0.999)
+    LR, BETAS, AVERAGE_RATE = 1e-2, (0.9, 0.999), 0.3
     RATES = MappingProxyType({"eps": 1e-8, "weight_decay": 1e-3})
 
-    def __init__(self, dtype: torch.dtype, device: str, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, seed: int, averages: bool = False) -> None:
         super().__init__(dtype, device, seed)
+        self.averages = averages
         self.weights = [self.normal(size) for size in self.SIZES]
         self.grads: list[list[Tensor | None]] = [[self.map(size, 1, 1, 1) for size in self.SIZES] for _ in range(3)]
         self.grads[1][3] = None
 
     def run(self, function: Any, dtype: torch.dtype | None = None, valid_rows: None = None) -> Results:
         found = self._by_torch(dtype or torch.float32) if function is self.form else self._flat(function)
-        return found if self.dtype != torch.float32 else {n: x for n, x in found.items() if n != "copies"}
+        absent = {"copies", "averages' copies"} if self.dtype == torch.float32 else set()
+        absent |= set() if self.averages else {"averages", "averages' copies"}
+        return {name: x for name, x in found.items() if name not in absent}
 
     def _flat(self, function: Any) -> Results:
         ends = torch.tensor([-(-size // 64) * 64 for size in self.SIZES]).cumsum(0).tolist()
@@ -396,9 +400,12 @@ class Adam(Problem):
         shadow = None if self.dtype == torch.float32 else torch.zeros_like(flat, dtype=self.dtype)
         for weight, start in zip(self.weights, offsets, strict=True):
             flat[start : start + len(weight)] = weight
+        average = flat.clone() if self.averages else None
+        average_shadow = None if average is None or shadow is None else torch.zeros_like(shadow)
         steps, lr = torch.zeros(len(offsets), device=self.device), torch.tensor(self.LR, device=self.device)
         latch = torch.zeros((), dtype=torch.bool, device=self.device)
         how = {"beta1": self.BETAS[0], "beta2": self.BETAS[1], **self.RATES, "shadow": shadow, "latch": latch}
+        how |= {"average": average, "average_shadow": average_shadow, "average_rate": self.AVERAGE_RATE}
         for number, gradients in enumerate([*self.grads, self.grads[0]]):
             loss = torch.tensor(torch.nan if number == 3 else 1.0, device=self.device)
             function(flat, first, second, gradients, offsets, steps, lr, **how, loss=loss)
@@ -407,25 +414,40 @@ class Adam(Problem):
             pieces = zip(offsets, self.SIZES, strict=True)
             return None if buffer is None else torch.cat([buffer[start : start + n] for start, n in pieces])
 
-        moments = {"first moments": parts(first), "second moments": parts(second)}
-        return {"weights": parts(flat), **moments, "counts": steps, "latch": latch.float(), "copies": parts(shadow)}
+        return {
+            "weights": parts(flat),
+            "first moments": parts(first),
+            "second moments": parts(second),
+            "averages": parts(average),
+            "counts": steps,
+            "latch": latch.float(),
+            "copies": parts(shadow),
+            "averages' copies": parts(average_shadow),
+        }
 
     def _by_torch(self, dtype: torch.dtype) -> Results:
         weights = [nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
+        averages = [weight.detach().clone() for weight in weights]
         optimiser = self.form(weights, self.LR, self.BETAS, **self.RATES)
         for gradients in self.grads:
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = None if gradient is None else gradient.view(-1).to(dtype)
             optimiser.step()
+            for average, weight in zip(averages, weights, strict=True):
+                if weight.grad is not None:
+                    average.lerp_(weight.detach(), self.AVERAGE_RATE)
         states = [optimiser.state[weight] for weight in weights]
-        values = torch.cat([weight.detach() for weight in weights])
+        values, averaged = torch.cat([weight.detach() for weight in weights]), torch.cat(averages)
+        rounded = dtype if dtype == torch.float64 else self.dtype
         return {
             "weights": values,
             "first moments": torch.cat([state["exp_avg"] for state in states]),
             "second moments": torch.cat([state["exp_avg_sq"] for state in states]),
+            "averages": averaged,
             "counts": torch.stack([state["step"] for state in states]),
             "latch": torch.ones(()),
-            "copies": values if dtype == torch.float64 else values.to(self.dtype),
+            "copies": values.to(rounded),
+            "averages' copies": averaged.to(rounded),
         }
 
 

@@ -123,7 +123,8 @@ def table(device: str, *, small: bool, seed: int = 0) -> Iterator[Case]:
             )
             text = f"{distillation}, {reduction}, {rows} rows of {classes} classes, {name}"
             yield Case("expert_losses", text, make)
-        yield Case("adam", f"gradients in {name}", partial(Adam, dtype, device, seed))
+        for text, averages in (("", False), (", averages", True)):
+            yield Case("adam", f"gradients in {name}{text}", partial(Adam, dtype, device, seed, averages))
         yield Case("augment", f"11 views, {name}", partial(Views, 11, (8, 8), _RECIPE, dtype, device, seed))
         yield Case("null", name, partial(Null, dtype, device, seed))
     yield Case("augment_parameters", "300 views", partial(Parameters, _RECIPE, 300, device, seed))

@@ -30,16 +30,15 @@ def random_gradients(optimiser):
 
 
 def everything(optimiser):
-    return [
-        x.detach().clone()
-        for x in (optimiser._master, optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps, optimiser._shadow)
-    ]
+    moments = (optimiser._exp_avg, optimiser._exp_avg_sq, optimiser._steps)
+    averages = (optimiser._average, optimiser._average_shadow)
+    return [x.detach().clone() for x in (optimiser._master, optimiser._shadow, *moments, *averages)]
 
 
 @pytest.mark.slow
 def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(gpu):
-    network, optimiser = make(shadow_dtype=None)
-    on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None)
+    network, optimiser = make(shadow_dtype=None, average_rate=0.1)
+    on_cpu, cpu_optimiser = make(device="cpu", shadow_dtype=None, average_rate=0.1)
     twin = copy.deepcopy(network)
     theirs = torch.optim.Adam(twin.parameters(), lr=1e-2, weight_decay=1e-3)
     for _ in range(100):
@@ -53,20 +52,44 @@ def test_equal_to_torch_over_a_hundred_steps_and_to_the_cpu(gpu):
     for ours, other, cpu in zip(network.parameters(), twin.parameters(), on_cpu.parameters(), strict=True):
         assert (ours - other).abs().max() <= 1e-6
         assert (ours.cpu() - cpu).abs().max() <= 1e-6
+    for ours, cpu in zip(optimiser.averages, cpu_optimiser.averages, strict=True):
+        assert (ours.cpu() - cpu).abs().max() <= 1e-6
 
 
 def test_shadows_are_rounded_as_pytorch_rounds():
-    network, optimiser = make()
+    network, optimiser = make(average_rate=0.1)
     optimiser.step(random_gradients(optimiser))
     for parameter, copied in zip(network.parameters(), optimiser.shadows, strict=True):
         assert copied is None or torch.equal(copied, parameter.bfloat16())
+    for average, leaf in zip(optimiser.averages, optimiser.average_leaves, strict=True):
+        assert torch.equal(leaf, average.to(leaf.dtype))
+
+
+def test_averages_change_no_weight_and_follow_those_that_have_a_gradient():
+    """Against float64."""
+    network, optimiser = make(average_rate=0.3)
+    other, without = make()
+    wanted = [average.double() for average in optimiser.averages]
+    for step in range(5):
+        gradients = random_gradients(optimiser)
+        gradients[step] = gradients[-1] = None
+        loss = torch.tensor(torch.nan if step == 3 else 1.0, device=DEVICE)
+        for each in (optimiser, without):
+            each.step(gradients, loss=loss)
+            each.latch.fill_(False)
+        for average, weight, gradient in zip(wanted, network.parameters(), gradients, strict=True):
+            if gradient is not None and step != 3:
+                average += 0.3 * (weight.detach().double() - average)
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+    for average, exact in zip(optimiser.averages, wanted, strict=True):
+        assert (average - exact).abs().max() <= 1e-6
 
 
 @pytest.mark.needs("graphs")
 def test_replays_of_a_graph_count_steps_and_read_rate_loss_and_latch_anew():
     runs = []
     for captured in (False, True):
-        _, optimiser = make()
+        _, optimiser = make(average_rate=0.3)
         torch.manual_seed(1)
         gradients = random_gradients(optimiser)
         loss = torch.ones((), device=DEVICE)
@@ -101,17 +124,18 @@ def test_replays_of_a_graph_count_steps_and_read_rate_loss_and_latch_anew():
 
 @pytest.mark.needs("profiler")
 def test_three_launches_and_no_copy_of_weights():
-    _, optimiser = make(width=64)
-    gradients = [torch.randn_like(leaf) for leaf in optimiser.leaves]
-    optimiser.step(gradients)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    for average_rate in (None, 0.1):
+        _, optimiser = make(width=64, average_rate=average_rate)
+        gradients = [torch.randn_like(leaf) for leaf in optimiser.leaves]
         optimiser.step(gradients)
         torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 2**16
-    assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 3
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimiser.step(gradients)
+            torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= 2**16
+        assert sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()) == 3
 
 
 @pytest.mark.needs("memory of its own")

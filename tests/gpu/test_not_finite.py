@@ -270,7 +270,7 @@ def test_adam():
             tensors |= {"rate": torch.tensor(0.1), "loss": torch.tensor(1.0)}
             tensors[name].view(-1)[13 % tensors[name].numel()] = value
             own = {key: x.to(DEVICE) for key, x in tensors.items()}
-            shadow = own["weights"].to(torch.bfloat16)
+            shadow, average = own["weights"].to(torch.bfloat16), torch.ones(70, device=DEVICE)
             adam.adam_step(
                 own["weights"],
                 own["first moment"],
@@ -285,7 +285,10 @@ def test_adam():
                 weight_decay=0.0,
                 shadow=shadow,
                 loss=own["loss"],
+                average=average,
+                average_rate=0.1,
             )
+            assert average.isfinite().tolist() == own["weights"].isfinite().tolist()
             if name == "loss":
                 assert torch.equal(own["weights"].cpu(), tensors["weights"])
             elif name == "second moment":  # the root of infinity divides by it

@@ -461,10 +461,12 @@ def adam_case(draw: Draw) -> None:
         for size in sizes
     ]
     shadow = draw.one_of("shadow", (None, BF16))
+    averages = draw.flag("averages", 0.5)
     numbers = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": draw.one_of("weight_decay", (0.0, 0.1))}
     loss = draw.one_of("loss", (None, 1.5, float("nan"), float("inf")))
     latched = draw.flag("latched", 0.1)
     master, m, v = draw.normal(end), draw.normal(end) * 0.1, draw.normal(end).abs() * 0.01
+    average = draw.normal(end)
     steps = torch.randint(0, 50, (count,), generator=draw.generator).float()
 
     def run(function, device, put) -> dict:
@@ -474,8 +476,13 @@ def adam_case(draw: Draw) -> None:
         own_steps, latch = put(steps.clone()), torch.tensor(latched, device=device)
         given = None if loss is None else torch.tensor(loss, device=device)
         rate, gradients = torch.tensor(1e-3, device=device), [put(g) for g in grads]
-        function(*own.values(), gradients, offsets, own_steps, rate, shadow=half, loss=given, latch=latch, **numbers)
-        return {**own, "steps": own_steps, "latch": latch, **({} if half is None else {"shadow": half})}
+        copies = {} if half is None else {"shadow": half}
+        if averages:
+            copies |= {"average": put(average.clone())}
+            copies |= {} if half is None else {"average_shadow": put(average.to(shadow))}
+        how = {"loss": given, "latch": latch, "average_rate": 0.3, **copies, **numbers}
+        function(*own.values(), gradients, offsets, own_steps, rate, **how)
+        return {**own, "steps": own_steps, "latch": latch, **copies}
 
     ours, plain = run(adam.adam_step, DEVICE, guarded), run(plain_adam.adam_step, "cpu", lambda x: x)
     assert ours.keys() == plain.keys()

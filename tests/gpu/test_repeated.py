@@ -43,7 +43,7 @@ PROBLEMS = {
     "expert_losses": lambda n: partial(ExpertLosses, n, 100),
     "null": lambda n: Null,
 }
-ALL = {**PROBLEMS, "adam": lambda n: Adam}
+ALL = {**PROBLEMS, "adam": lambda n: partial(Adam, averages=True)}
 
 
 def make(name: str, images: int) -> Problem:

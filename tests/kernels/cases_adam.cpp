@@ -17,15 +17,16 @@ constexpr double kTolerance = 2e-6;  // a kernel may fuse a product and a sum
 
 // Parameters of these sizes in flat buffers, each followed by `gap` elements; the gradient of every
 // fifth parameter is missing, types take turns, and gradients start `shift` elements into their
-// memory.
+// memory. Weights have no moving average if its rate is 0.
 struct Problem {
   std::vector<int64_t> sizes, starts;
-  Floats master, exp_avg, exp_avg_sq, steps;
+  Floats master, exp_avg, exp_avg_sq, average, steps;
   std::vector<Floats> gradients;
-  std::vector<mf::BFloat16> shadow;
+  std::vector<mf::BFloat16> shadow, average_shadow;
   float lr = 0.01f;
   float loss = 1.0f;
   double beta1 = 0.9, beta2 = 0.999;
+  double average_rate = 0.0;
   int64_t shift = 0;
 };
 
@@ -43,21 +44,24 @@ Problem make_problem(const std::vector<int64_t>& sizes, int64_t gap, int64_t shi
     std::generate(problem.gradients.back().begin(), problem.gradients.back().end(), [&] { return normal(random); });
     problem.steps.push_back(static_cast<float>(problem.steps.size() % 7 * 100));
   }
-  for (Floats* buffer : {&problem.master, &problem.exp_avg, &problem.exp_avg_sq}) {
+  for (Floats* buffer : {&problem.master, &problem.exp_avg, &problem.exp_avg_sq, &problem.average}) {
     buffer->resize(static_cast<size_t>(end));
     std::generate(buffer->begin(), buffer->end(), [&] { return normal(random); });
   }
   std::transform(problem.exp_avg_sq.begin(), problem.exp_avg_sq.end(), problem.exp_avg_sq.begin(),
                  [](float x) { return x * x; });
   problem.shadow = rounded<mf::BFloat16>(problem.master);
+  problem.average_shadow = rounded<mf::BFloat16>(problem.average);
   return problem;
 }
 
-// `latched`: the latch is set before; `step` runs the kernels.
+// `shadow`: there are copies of the weights and of their averages; `latched`: the latch is set before;
+// `step` runs the kernels.
 template <typename Step>
 void compare(Context& context, Problem wanted, bool shadow, bool latched, Step step) {
   Problem problem = wanted;
   const size_t parameters = problem.sizes.size();
+  const bool averages = problem.average_rate > 0.0;
   std::vector<std::vector<mf::BFloat16>> as_bfloat16(parameters);
   std::vector<mf::AdamTensor> on_host, on_device;
   for (size_t i = 0; i < parameters; ++i) {
@@ -87,12 +91,15 @@ void compare(Context& context, Problem wanted, bool shadow, bool latched, Step s
   params.beta2 = problem.beta2;
   params.eps = 1e-8;
   params.weight_decay = 1e-4;
+  params.average_rate = problem.average_rate;
 
   bool wanted_latch = latched;
   params.master = wanted.master.data();
   params.exp_avg = wanted.exp_avg.data();
   params.exp_avg_sq = wanted.exp_avg_sq.data();
   params.shadow = shadow ? wanted.shadow.data() : nullptr;
+  params.average = averages ? wanted.average.data() : nullptr;
+  params.average_shadow = averages && shadow ? wanted.average_shadow.data() : nullptr;
   params.steps = wanted.steps.data();
   params.lr = &wanted.lr;
   params.loss = &wanted.loss;
@@ -105,6 +112,10 @@ void compare(Context& context, Problem wanted, bool shadow, bool latched, Step s
   params.exp_avg_sq = context.upload(problem.exp_avg_sq);
   auto* on_gpu = context.upload(problem.shadow);
   params.shadow = shadow ? on_gpu : nullptr;
+  auto* average = context.upload(problem.average);
+  params.average = averages ? average : nullptr;
+  auto* average_shadow = context.upload(problem.average_shadow);
+  params.average_shadow = averages && shadow ? average_shadow : nullptr;
   params.steps = context.upload(problem.steps);
   params.lr = context.upload(Floats{problem.lr});
   params.loss = context.upload(Floats{problem.loss});
@@ -120,16 +131,28 @@ void compare(Context& context, Problem wanted, bool shadow, bool latched, Step s
   context.expect_close("master", params.master, wanted.master, kTolerance);
   context.expect_close("exp_avg", params.exp_avg, wanted.exp_avg, kTolerance);
   context.expect_close("exp_avg_sq", params.exp_avg_sq, wanted.exp_avg_sq, kTolerance);
+  context.expect_close("average", average, wanted.average, kTolerance);
   const size_t size = wanted.master.size();
   expect(context, "shadow", on_gpu, wanted.shadow, 1.0 / 128);
-  if (shadow) {  // of the kernel's own weights, rounded as it should be, also where none was written
+  expect(context, "average's shadow", average_shadow, wanted.average_shadow, 1.0 / 128);
+  if (shadow) {  // of the kernel's own numbers, rounded as they should be, also where none was written
     expect(context, "rounding", on_gpu, rounded<mf::BFloat16>(context.download(params.master, size)), 0.0);
+    expect(context, "average's rounding", average_shadow, rounded<mf::BFloat16>(context.download(average, size)), 0.0);
+  }
+}
+
+// With moving averages and without.
+template <typename Step>
+void compare_both(Context& context, Problem problem, bool shadow, bool latched, Step step) {
+  for (const double rate : {0.0, 0.3}) {
+    problem.average_rate = rate;
+    compare(context, problem, shadow, latched, step);
   }
 }
 
 void compare(Context& context, const Problem& problem, bool shadow, bool latched = false) {
-  compare(context, problem, shadow, latched,
-          [&](const mf::AdamParams& params) { mf::cuda::adam_step(params, context.stream()); });
+  compare_both(context, problem, shadow, latched,
+               [&](const mf::AdamParams& params) { mf::cuda::adam_step(params, context.stream()); });
 }
 
 }  // namespace
@@ -182,7 +205,7 @@ KERNEL_CASE(small_adam_frozen_by_its_loss_or_latch) {
 // Few threads, so that every loop takes several turns.
 KERNEL_CASE(small_adam) {
   for (const bool latched : {false, true}) {
-    compare(context, make_problem({40, 21, 3, 70, 9, 33}, 4), true, latched, [](const mf::AdamParams& params) {
+    compare_both(context, make_problem({40, 21, 3, 70, 9, 33}, 4), true, latched, [](const mf::AdamParams& params) {
       mf::cuda::AdamBegin begin{params.steps,
                                 params.lr,
                                 params.loss,
@@ -197,6 +220,8 @@ KERNEL_CASE(small_adam) {
                                   params.exp_avg,
                                   params.exp_avg_sq,
                                   reinterpret_cast<__nv_bfloat16*>(params.shadow),
+                                  params.average,
+                                  reinterpret_cast<__nv_bfloat16*>(params.average_shadow),
                                   params.scales,
                                   params.frozen,
                                   params.settings(),
@@ -219,7 +244,10 @@ KERNEL_CASE(small_adam) {
       });
       hide(begin.frozen, sizeof(int32_t));
       hide(begin.scales, static_cast<size_t>(begin.parameters) * sizeof(mf::AdamScale));
-      shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] { mf::cuda::adam_pieces_block(pieces); });
+      shim::launch(static_cast<unsigned>(pieces.tensor_count), 4, 0, [&] {
+        pieces.average == nullptr ? mf::cuda::adam_pieces_block<false>(pieces)
+                                  : mf::cuda::adam_pieces_block<true>(pieces);
+      });
     });
   }
 }

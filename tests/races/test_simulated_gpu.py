@@ -270,24 +270,28 @@ def test_native_functions_without_a_schema_are_seen(gpu):
     """
     master, first, second, gradient = (torch.ones(64, device="cuda") for _ in range(4))
     steps, lr, unused = torch.zeros(1, device="cuda"), torch.tensor(0.1, device="cuda"), torch.zeros(64, device="cuda")
+    average, copied = torch.ones(64, device="cuda"), torch.ones(64, device="cuda", dtype=torch.bfloat16)
+    rates = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "average_rate": 0.5}
+    read = {"gradient": gradient, "lr": lr, "unused": unused}
+    written = {"master": master, "first": first, "steps": steps, "average": average, "copied": copied}
     other = torch.cuda.Stream()
 
-    def races_of(name: str) -> int:
+    def races_of(tensor: torch.Tensor) -> int:
         """Reads a tensor on another stream while a step runs that waited for all before."""
         torch.cuda.synchronize()
-        adam_step(master, first, second, [gradient], [0], steps, lr, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
+        adam_step(master, first, second, [gradient], [0], steps, lr, average=average, average_shadow=copied, **rates)
         before = len(gpu.races)
         with torch.cuda.stream(other):
-            {"master": master, "first": first, "gradient": gradient, "steps": steps, "lr": lr, "unused": unused}[
-                name
-            ].sum()
+            tensor.sum()
         return len(gpu.races) - before
 
-    assert [races_of(name) for name in ("gradient", "lr", "unused", "master", "first", "steps")] == [0, 0, 0, 1, 1, 1]
-    on_host = [torch.ones(64) for _ in range(4)]
-    for done in range(6):
+    assert {name: races_of(x) for name, x in read.items()} == dict.fromkeys(read, 0)
+    assert {name: races_of(x) for name, x in written.items()} == dict.fromkeys(written, 1)
+    on_host, host_average = [torch.ones(64) for _ in range(4)], torch.ones(64)
+    for done in range(8):
         steps_done, rate = torch.full((1,), float(done)), torch.tensor(0.1)
-        adam_step(*on_host[:3], [on_host[3]], [0], steps_done, rate, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0)
-    assert float(steps) == 6 and all(
-        torch.equal(a.cpu(), b) for a, b in zip((master, first, second), on_host[:3], strict=True)
+        adam_step(*on_host[:3], [on_host[3]], [0], steps_done, rate, average=host_average, **rates)
+    assert float(steps) == 8 and all(
+        torch.equal(a.cpu(), b)
+        for a, b in zip((master, first, second, average), [*on_host[:3], host_average], strict=True)
     )

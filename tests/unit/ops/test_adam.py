@@ -27,7 +27,7 @@ def path(request, monkeypatch):
 class Flat:
     """Weights in flat buffers as the op wants them; ``gap`` elements lie between two parameters."""
 
-    def __init__(self, shapes=SHAPES, gap=3, lr=1e-2, shadow=None):
+    def __init__(self, shapes=SHAPES, gap=3, lr=1e-2, shadow=None, average_rate=0.0):
         generator = torch.Generator().manual_seed(len(shapes))
         self.shapes = shapes
         self.offsets, size = [], 1
@@ -38,6 +38,9 @@ class Flat:
         self.exp_avg, self.exp_avg_sq = torch.zeros(size), torch.zeros(size)
         self.steps, self.lr = torch.zeros(len(shapes)), torch.tensor(lr)
         self.shadow = None if shadow is None else self.master.to(shadow)
+        self.average_rate = average_rate
+        self.average = None if average_rate == 0 else torch.randn(size, generator=torch.Generator().manual_seed(size))
+        self.average_shadow = None if shadow is None or self.average is None else self.average.to(shadow)
         self.generator = generator
 
     def parts(self, buffer):
@@ -48,14 +51,19 @@ class Flat:
 
     def step(self, gradients, function=adam_step, **options):
         buffers = (self.master, self.exp_avg, self.exp_avg_sq)
-        function(
-            *buffers, gradients, self.offsets, self.steps, self.lr, **{**SETTINGS, "shadow": self.shadow, **options}
-        )
+        names = ("shadow", "average", "average_shadow", "average_rate")
+        options = {**SETTINGS, **{name: getattr(self, name) for name in names}, **options}
+        function(*buffers, gradients, self.offsets, self.steps, self.lr, **options)
 
     def everything(self):
-        return [
-            x.clone() for x in (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.shadow) if x is not None
-        ]
+        buffers = (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.average)
+        return [x.clone() for x in (*buffers, self.shadow, self.average_shadow) if x is not None]
+
+
+def assert_rounded(flat, copied, buffer):
+    """As PyTorch rounds."""
+    for part, values in zip(flat.parts(copied), flat.parts(buffer), strict=True):
+        assert torch.equal(part, values.to(part.dtype))
 
 
 def theirs(flat, lr=1e-2, **settings):
@@ -85,32 +93,57 @@ def test_equal_to_torch_over_a_hundred_steps(path, dtype, settings):
     for part, weight in zip(flat.parts(flat.master), weights, strict=True):
         assert part.numel() == 0 or (part - weight).abs().max() <= 1e-6
     assert flat.steps.tolist() == [100] * len(SHAPES)
-    assert all(
-        torch.equal(s, p.to(torch.bfloat16))
-        for s, p in zip(flat.parts(flat.shadow), flat.parts(flat.master), strict=True)
-    )  # rounded as PyTorch rounds
+    assert_rounded(flat, flat.shadow, flat.master)
 
 
 @needs_library
 @pytest.mark.parametrize("shadow", [None, torch.bfloat16], ids=str)
 def test_native_is_equal_to_the_reference(shadow):
-    ours, wanted = Flat(shadow=shadow), Flat(shadow=shadow)
+    ours, wanted = (Flat(shadow=shadow, average_rate=0.3) for _ in range(2))
     ours.master.mul_(torch.logspace(-9, 7, len(ours.master)))  # denormal and infinite shadows too
     wanted.master.copy_(ours.master)
     for _ in range(3):
         gradients = ours.gradients()
         ours.step(gradients)
         wanted.step(gradients, reference.adam_step)
-    for value, other in zip(ours.everything()[:4], wanted.everything()[:4], strict=True):
+    for value, other in zip(ours.everything()[:5], wanted.everything()[:5], strict=True):
         torch.testing.assert_close(value, other, rtol=2e-6, atol=1e-7)
     if shadow is not None:
-        assert all(
-            torch.equal(s, p.to(shadow)) for s, p in zip(ours.parts(ours.shadow), ours.parts(ours.master), strict=True)
-        )
+        assert_rounded(ours, ours.shadow, ours.master)
+        assert_rounded(ours, ours.average_shadow, ours.average)
+
+
+def test_averages_follow_the_weights_that_have_a_gradient(path):
+    """Against the same sum in float64; all else is as without averages, bit for bit."""
+    flat, without = Flat(shadow=torch.bfloat16, average_rate=0.3), Flat(shadow=torch.bfloat16)
+    wanted, latch = flat.average.double(), torch.tensor(False)
+    for step in range(7):
+        gradients, loss = flat.gradients(), torch.tensor(torch.nan if step == 4 else 1.0)
+        gradients[step % 3] = gradients[4 if step < 3 else 5] = None
+        for each in (flat, without):
+            each.step(gradients, loss=loss, latch=latch)
+            latch.fill_(False)
+        for average, weight, gradient in zip(*map(flat.parts, (wanted, flat.master)), gradients, strict=True):
+            if gradient is not None and step != 4:
+                average += 0.3 * (weight.double() - average)
+    assert (flat.average - wanted).abs().max() <= 1e-6
+    for name in ("master", "exp_avg", "exp_avg_sq", "steps", "shadow"):
+        assert torch.equal(getattr(flat, name), getattr(without, name)), name
+    assert_rounded(flat, flat.average_shadow, flat.average)
+
+
+def test_averages_by_hand(path):
+    """The first step of Adam is -lr sign(g) where eps is negligible."""
+    flat = Flat([(3,)], lr=0.5, average_rate=0.25)
+    flat.parts(flat.master)[0].copy_(torch.tensor([1.0, 2.0, 3.0]))
+    flat.parts(flat.average)[0].copy_(torch.tensor([0.0, 1.0, 3.5]))
+    flat.step([torch.tensor([1.0, -1.0, -2.0])], eps=0.0, weight_decay=0.0)
+    torch.testing.assert_close(flat.parts(flat.master)[0], torch.tensor([0.5, 2.5, 3.5]))
+    torch.testing.assert_close(flat.parts(flat.average)[0], torch.tensor([0.125, 1.375, 3.5]))
 
 
 def test_what_lies_between_parameters_stays(path):
-    flat = Flat(shadow=torch.bfloat16)
+    flat = Flat(shadow=torch.bfloat16, average_rate=0.3)
     before = flat.everything()
     inside = torch.zeros(len(flat.master), dtype=torch.bool)
     for part in flat.parts(inside):
@@ -142,7 +175,7 @@ def test_a_parameter_without_gradient_is_skipped(path):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_loss_that_is_not_finite_sets_the_latch_and_freezes_every_write(path, bad):
-    flat, latch = Flat(shadow=torch.bfloat16), torch.tensor(False)
+    flat, latch = Flat(shadow=torch.bfloat16, average_rate=0.3), torch.tensor(False)
     flat.step(flat.gradients(), loss=torch.tensor(1.5), latch=latch)
     assert not latch and flat.steps.tolist() == [1] * len(SHAPES)
     before = flat.everything()
@@ -194,7 +227,7 @@ def test_any_number_of_threads_gives_the_same():
     for count in (1, 3):
         torch.set_num_threads(count)
         try:
-            flat = Flat([(300000,), (5, 5)])
+            flat = Flat([(300000,), (5, 5)], average_rate=0.3)
             flat.step(flat.gradients())
         finally:
             torch.set_num_threads(threads)
@@ -227,6 +260,15 @@ def test_any_number_of_threads_gives_the_same():
         (ValueError, "beta2 is 1.0", {"beta2": 1.0}),
         (ValueError, "eps is -1", {"eps": -1}),
         (ValueError, "weight_decay is nan", {"weight_decay": float("nan")}),
+        (ValueError, "average has shape", {"average": torch.zeros(39)}),
+        (TypeError, "average_shadow has dtype torch.float32", {"average_shadow": torch.zeros(40)}),
+        (
+            ValueError,
+            "average_shadow is given and average is None",
+            {"average_shadow": torch.zeros(40, dtype=torch.bfloat16)},
+        ),
+        (ValueError, r"average_rate is 1\.5; wanted 0 to 1", {"average_rate": 1.5}),
+        (ValueError, "average_rate is nan", {"average_rate": float("nan")}),
         (TypeError, "latch has dtype torch.int32", {"latch": torch.zeros((), dtype=torch.int32)}),
         (ValueError, "loss has shape", {"loss": torch.zeros(2)}),
     ],

@@ -44,7 +44,7 @@ OVER_ROWS = {
 OPS = OVER_ROWS | {
     insert: MEMORY | BATCH | {"task": 0},
     draw: {"tasks": MEMORY["tasks"], "state": MEMORY["state"], "k": 2, "filter": SlotFilter.ALL, "task": 0},
-    adam_step: MOMENTS | RATES,
+    adam_step: MOMENTS | RATES | {"average": ones(4), "average_shadow": ones(4, dtype=torch.bfloat16)},
 }
 TENSORS = [(op, name) for op, fitting in OPS.items() for name, x in fitting.items() if isinstance(x, torch.Tensor)]
 MISTAKES = {

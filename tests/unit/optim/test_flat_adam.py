@@ -150,6 +150,59 @@ def test_the_gradients_of_shadows_are_those_of_the_weights():
     assert_alike(network, twin)
 
 
+def test_averages_start_as_the_weights_in_their_shape_and_memory_order():
+    torch.manual_seed(3)
+    network = Net().to(memory_format=torch.channels_last)
+    optimiser = FlatAdam(network.parameters(), shadow_dtype=torch.bfloat16, average_rate=0.1)
+    for parameter, shadow, average, leaf in zip(
+        network.parameters(), optimiser.shadows, optimiser.averages, optimiser.average_leaves, strict=True
+    ):
+        assert torch.equal(average, parameter) and average.stride() == parameter.stride()
+        assert average.data_ptr() != parameter.data_ptr() and not average.requires_grad and not leaf.requires_grad
+        if shadow is None:
+            assert leaf is average
+        else:
+            assert torch.equal(leaf, shadow) and leaf.stride() == shadow.stride() and leaf.dtype == shadow.dtype
+            assert leaf.data_ptr() != shadow.data_ptr()
+    plain = FlatAdam(Net().parameters(), average_rate=1.0)
+    assert all(leaf is average for leaf, average in zip(plain.average_leaves, plain.averages, strict=True))
+    without = FlatAdam(Net().parameters())
+    assert without.averages == without.average_leaves == []
+
+
+@pytest.mark.parametrize("shadow", [None, torch.bfloat16], ids=str)
+def test_averages_follow_the_weights(shadow):
+    network, optimiser = make(shadow_dtype=shadow, average_rate=0.2)
+    other, without = make(shadow_dtype=shadow)
+    other.load_state_dict(network.state_dict())
+    wanted = [parameter.detach().double() for parameter in network.parameters()]
+    for step in range(5):
+        gradients = [torch.randn(p.shape) for p in network.parameters()]
+        gradients[step] = None
+        loss = torch.tensor(torch.inf if step == 2 else 1.0)
+        for each in (optimiser, without):
+            each.step(gradients, loss=loss)
+            each.latch.fill_(False)
+        for average, weight, gradient in zip(wanted, network.parameters(), gradients, strict=True):
+            if gradient is not None and step != 2:
+                average += 0.2 * (weight.detach().double() - average)
+        for average, leaf, exact in zip(optimiser.averages, optimiser.average_leaves, wanted, strict=True):
+            assert (average - exact).abs().max() <= 1e-6
+            assert torch.equal(leaf, average.to(leaf.dtype))
+    assert all(torch.equal(a, b) for a, b in zip(network.parameters(), other.parameters(), strict=True))
+    states = [each.state_dict()["state"] for each in (optimiser, without)]
+    assert states[0].keys() == states[1].keys() and states[0][0].keys() == states[1][0].keys()
+
+
+def test_averages_that_were_written_reach_their_copies():
+    _, optimiser = make(shadow_dtype=torch.bfloat16, average_rate=0.2)
+    for average in optimiser.averages:
+        average.copy_(torch.randn(average.shape))
+    optimiser.refresh_shadows()
+    for average, leaf in zip(optimiser.averages, optimiser.average_leaves, strict=True):
+        assert torch.equal(leaf, average.to(leaf.dtype))
+
+
 @pytest.mark.parametrize("how", ["contiguous", "expanded", "transposed"])
 def test_a_gradient_of_other_strides(how):
     network, optimiser = make()
@@ -294,6 +347,16 @@ def test_a_backward_pass_after_the_step_is_refused(shadow):
         y.backward()
 
 
+@pytest.mark.parametrize("shadow", [None, torch.bfloat16], ids=str)
+def test_a_backward_pass_through_an_average_after_the_step_is_refused(shadow):
+    _, optimiser = make(shadow_dtype=shadow, average_rate=0.5)
+    x = torch.ones(6, 3, 3, 3, requires_grad=True)
+    y = (optimiser.average_leaves[0] * x).sum()
+    optimiser.step([torch.ones(leaf.shape) for leaf in optimiser.leaves])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 def test_a_network_that_was_moved_is_refused():
     network, optimiser = make()
     network[5].weight.data = network[5].weight.data.clone()
@@ -333,6 +396,9 @@ def test_errors():
         FlatAdam(network.parameters(), shadow_dtype=torch.float32)
     with pytest.raises(ValueError, match="lr is -1"):
         FlatAdam(network.parameters(), lr=-1)
+    for rate in (0, -0.1, 1.01, float("nan")):
+        with pytest.raises(ValueError, match=f"average_rate is {rate}; wanted above 0 and at most 1, or None"):
+            FlatAdam(network.parameters(), average_rate=rate)
     with pytest.raises(ValueError, match="second group"):
         FlatAdam([{"params": [nn.Parameter(torch.zeros(2))]}, {"params": [nn.Parameter(torch.zeros(2))]}])
     with pytest.raises(ValueError, match="parameter 1 is on meta"):
