@@ -51,6 +51,15 @@ SETTINGS = {
 # A step of the second task, which is replayed; with two for each batch, the first of one.
 BROKEN = 8
 
+TAUGHT = {
+    "teacher": "momentum",
+    "teacher_statistics": "running",
+    "teacher_rows": "buffer",
+    "teacher_raw": True,
+    "predict_with": "teacher",
+    "pull_back": 0.5,
+}
+
 
 def settings(name: str, **changes: Any) -> RunConfig:
     # Few rows, so that their number soon stays the same.
