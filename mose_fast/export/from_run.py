@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -19,7 +20,7 @@ from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stor
 from mose_fast.export.classifier import Classifier
 from mose_fast.learner.registry import method_changes, method_files
 from mose_fast.methods import Learner, create_learner
-from mose_fast.nn import CLASSIFIERS, CosineClassifier
+from mose_fast.nn import CLASSIFIERS, CosineClassifier, ExpertNetwork
 from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.runs.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
@@ -148,9 +149,11 @@ def _describe(
             )
     elif classifier not in CLASSIFIERS:
         raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
-    head, tensors = _head(learner, classifier)
-    weights = {n: t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)}
-    counted = [p.numel() for name, p in learner.network.named_parameters() if name.startswith(_STAGES)]
+    network = copy.deepcopy(learner.network)
+    network.load_state_dict(learner.model.predicting())
+    head, tensors = _head(learner, network, classifier)
+    weights = {n: t.contiguous() for n, t in network.state_dict().items() if n.startswith(_STAGES)}
+    counted = [p.numel() for name, p in network.named_parameters() if name.startswith(_STAGES)]
     in_head = 0 if head == "ncm" else sum(t.numel() for t in tensors.values())
     known = learner.class_means().known.tolist() if classifier == "ncm" else [True] * learner.classes
     config = results["config"]
@@ -179,14 +182,16 @@ def _describe(
     return card, {f"backbone.{n}": t for n, t in weights.items()} | {f"head.{n}": t for n, t in tensors.items()}
 
 
-def _head(learner: Learner, classifier: str) -> tuple[str, dict[str, Tensor]]:
-    """The kind and the tensors of the last expert's head."""
+def _head(learner: Learner, network: ExpertNetwork, classifier: str) -> tuple[str, dict[str, Tensor]]:
+    """The kind and the tensors of the last expert's head, of a network with the weights that
+    predict.
+    """
     if classifier == "ncm":
         means = learner.class_means()
         if not means.known.any():
             raise ExportError("the replay memory is empty, so no class has a mean; choose --classifier linear")
         return "ncm", {"means": means.means[-1].contiguous(), "known": means.known}
-    module = getattr(learner.network, f"classifier{learner.network.experts}")
+    module = getattr(network, f"classifier{network.experts}")
     module = module.merged() if isinstance(module, CorrectedLinear) else module
     kinds = {nn.Linear: "linear", CosineClassifier: "cosine"}
     if type(module) not in kinds:

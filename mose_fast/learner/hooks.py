@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mose_fast.learner.about import About
 from mose_fast.learner.data import DataPlane, class_mask
+from mose_fast.learner.momentum_teacher import keeps_average
 from mose_fast.memory import BalancedMemory, ReplayMemory
 from mose_fast.nn import ExpertNetwork
 from mose_fast.optim import FlatAdam
@@ -69,6 +70,12 @@ class MethodHooks(ABC):
     #: Whether predictions leave out classes that have not come yet; for methods whose losses never
     #: push the logits of such classes down.
     hides_unseen: ClassVar[bool] = False
+
+    #: Why the method's step has no loss of a momentum teacher (``teacher``), and why a moving
+    #: average of its weights (``predict_with``, ``pull_back``) would not be that of the network
+    #: that it predicts with, each after "it"; empty if it has, or would be.
+    not_taught: ClassVar[str] = "takes its steps without a teacher"
+    not_averaged: ClassVar[str] = ""
 
     #: What the method does if the whole stream is one task, as the end of a sentence about it; the
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a
@@ -158,7 +165,8 @@ class MethodHooks(ABC):
         settings = {"lr": o.lr, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": o.weight_decay}
         if self.kernels == "fused":
             shadow_dtype = torch.bfloat16 if self.shadowed else None
-            return FlatAdam(network.parameters(), **settings, shadow_dtype=shadow_dtype)
+            average_rate = o.teacher_rate if keeps_average(o) else None
+            return FlatAdam(network.parameters(), **settings, shadow_dtype=shadow_dtype, average_rate=average_rate)
         # PyTorch's fused optimisers can skip a step without the host knowing.
         how = {"fused": True, "capturable": True} if self.reads_losses_late else {}
         return torch.optim.Adam(network.parameters(), **settings, **how)

@@ -20,6 +20,7 @@ from mose_fast.learner.data import IMAGE_SIZE, DataPlane, check_stream
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.kept import WRITTEN, KeptValues, survives_json, unsaved
 from mose_fast.learner.model import Model
+from mose_fast.learner.momentum_teacher import MomentumTeacher, keeps_average
 from mose_fast.learner.planner import Planner
 from mose_fast.learner.returned import check_returned
 from mose_fast.learner.saved import class_of, parts, rebuilt, save_learner
@@ -180,10 +181,22 @@ class Learner(Planner):
         optimiser = self.build_optimiser(network)
         fits = isinstance(optimiser, torch.optim.Optimizer)
         check_returned(self, "build_optimiser", optimiser, fits, "an optimiser of PyTorch's")
+        teacher = None
+        if keeps_average(options := self.config.options):
+            obstacle = self.not_averaged or (options.teacher == "momentum" and self.not_taught)
+            if obstacle:
+                raise ConfigError(
+                    f"options.teacher is {options.teacher!r}, predict_with {options.predict_with!r} and pull_back"
+                    f" {options.pull_back!r}, but method {self.config.method!r} {obstacle}; wanted another method, or"
+                    " 'none', 'student' and 0"
+                )
+            teacher = MomentumTeacher(network, optimiser, options)
         return Model(
             network,
             optimiser,
             self.views,
+            teacher=teacher,
+            predict_with=self.config.options.predict_with,
             precision=self.precision.name,
             evaluation_batch=self.evaluation_batch,
             reads_losses_late=self.reads_losses_late,
@@ -224,11 +237,12 @@ class Learner(Planner):
 
     # Prediction
 
-    def outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(self, x: Tensor, student: bool = False) -> tuple[Tensor, Tensor]:
         """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3],
-        in evaluation mode; with :attr:`hides_unseen` the logits of classes not seen are -inf.
+        in evaluation mode; with :attr:`hides_unseen` the logits of classes not seen are -inf. The
+        weights are those that the option ``predict_with`` names, or those of the ``student``.
         """
-        features, logits = self.model.outputs(x, self.after_step)
+        features, logits = self.model.outputs(x, self.after_step, student)
         if self.hides_unseen:
             unseen = torch.ones(self.classes, dtype=torch.bool)
             unseen[self.seen] = False

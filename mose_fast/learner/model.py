@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from mose_fast.augment import ViewMaker
 from mose_fast.learner.latch import Latch, undone_if
+from mose_fast.learner.momentum_teacher import MomentumTeacher
 from mose_fast.nn import Cost, ExpertNetwork, count_cost
 from mose_fast.optim import FlatAdam
 
@@ -70,6 +71,7 @@ class Model:
             the optimiser reads: the parameter, or its bf16 copy if the optimiser keeps one.
         first_rows: The first values of parameters with a row for each class, [K, ...], as far as
             the learner wants :meth:`renewed` to have them.
+        teacher: The moving average of the weights, if one is kept.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class Model:
         precision: str,
         evaluation_batch: int,
         reads_losses_late: bool,
+        teacher: MomentumTeacher | None = None,
+        predict_with: str = "student",
     ) -> None:
-        self.network, self.optimiser = network, optimiser
+        self.network, self.optimiser, self.teacher = network, optimiser, teacher
+        self._predict_with = predict_with
         self.latch = Latch(network, optimiser, reads_losses_late=reads_losses_late)
         self._views, self._precision, self._batch = views, precision, evaluation_batch
         self._device = next(network.parameters()).device
@@ -121,12 +126,19 @@ class Model:
 
     def forward(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The network's forward pass in the run's precision, with bf16 copies of weights if any."""
-        if self._shadowed:
-            names = [name for name, _ in self.network.named_parameters()]
-            weights = dict(zip(names, self.leaves, strict=True))
-            return functional_call(self.network, weights, (images.to(torch.bfloat16), *args), kwargs)
-        with self.autocast():
-            return self.network(images, *args, **kwargs)
+        names = [name for name, _ in self.network.named_parameters()]
+        weights = dict(zip(names, self.leaves, strict=True)) if self._shadowed else {}
+        return self._passed(self.network, weights, images, *args, **kwargs)
+
+    @torch.no_grad()
+    def teach(self, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`forward` with the moving average of the weights, without gradients."""
+        return self._passed(self.teacher.network, {}, images, *args, **kwargs)
+
+    def _passed(self, network: nn.Module, weights: dict[str, Tensor], images: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._shadowed else self.autocast():
+            images = images.to(torch.bfloat16) if self._shadowed else images
+            return functional_call(network, weights, (images, *args), kwargs)
 
     @contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
@@ -146,17 +158,49 @@ class Model:
             self.optimiser.zero_grad(set_to_none=True)
             (partial(self._backward, loss) if backward is None else backward)()
             self.optimiser.step(**({"loss": loss.detach()} if self.latch.by_optimiser else {}))
+            if self.teacher is not None:
+                self.teacher.follow(self.latch.closed)
         return self.latch.reported(loss)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self._weight == 1 else self._weight * loss).backward(self._one)
 
     @torch.no_grad()
-    def outputs(self, x: Tensor, after_part: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    def predicting(self) -> dict[str, Tensor]:
+        """The parameters, float32, and the buffers that predict, by name. Running statistics are
+        the student's, but for a teacher that averages its own.
+        """
+        tensors = self.network.state_dict()
+        if self._predict_with == "teacher":
+            return tensors | self.teacher.tensors()
+        if self._predict_with == "mean":
+            averages = zip(self.network.named_parameters(), self.teacher.averages, strict=True)
+            return tensors | {name: (weight + average) / 2 for (name, weight), average in averages}
+        return tensors
+
+    @torch.no_grad()
+    def pull_back(self, share: float) -> None:
+        """Moves the weights this share of the way to their moving average, unless the latch is
+        closed.
+        """
+        share = torch.where(self.latch.closed, 0.0, share)
+        for weight, average in zip(self.network.parameters(), self.teacher.averages, strict=True):
+            weight.lerp_(average, share)
+        self.weights_were_set()
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, after_part: Callable[[], None], student: bool = False) -> tuple[Tensor, Tensor]:
         """Features float32 [E, N, D] and logits float32 [E, N, K] of raw images uint8 [N, H, W, 3]
-        in evaluation mode; calls ``after_part`` after each forward pass.
+        in evaluation mode, with the weights that predict or the trained ones of the ``student``;
+        calls ``after_part`` after each forward pass.
         """
         self.network.eval()
+        forward = self.forward
+        if self._predict_with != "student" and not student:
+            weights = self.predicting()
+            if self._shadowed:
+                weights = {n: t.to(torch.bfloat16) if t.dim() > 1 else t for n, t in weights.items()}
+            forward = partial(self._passed, self.network, weights)
         features, logits = [], []
         for part in x.split(self._batch):
             rows = part.to(self._device)
@@ -164,7 +208,7 @@ class Model:
             rows = torch.cat([rows, padding]) if len(padding) else rows
             images = self._views.normalise(rows).contiguous(memory_format=torch.channels_last)
             with self.precise():
-                outputs = self.forward(images)
+                outputs = forward(images)
             # In evaluation mode images do not influence each other, so padding changes none.
             features.append(outputs.features[:, : len(part)].float())
             logits.append(outputs.logits[:, : len(part)].float())
@@ -218,7 +262,10 @@ class Model:
         for name, parameter in self.network.named_parameters():
             for part, value in self.optimiser.state.get(parameter, {}).items():
                 tensors[f"adam/{part}/{name}"] = value
-        return tensors
+        return tensors | {f"average/{name}": tensor for name, tensor in self._averages().items()}
+
+    def _averages(self) -> dict[str, Tensor]:
+        return {} if self.teacher is None else self.teacher.tensors()
 
     def changed_numbers(self) -> list[dict[str, float]]:
         """The optimiser's numbers, such as the learning rate, that the method has changed."""
@@ -236,11 +283,18 @@ class Model:
         """Restores the results of :meth:`state` and :meth:`changed_numbers`, and opens the latch;
         ValueError if they belong to another network.
         """
-        network = {name.removeprefix("network/"): t for name, t in tensors.items() if name.startswith("network/")}
+
+        def part(owner: str) -> dict[str, Tensor]:
+            return {name.removeprefix(owner): t for name, t in tensors.items() if name.startswith(owner)}
+
+        network, averages = part("network/"), part("average/")
         difference = first_difference(network, self.network.state_dict())
+        difference = difference or first_difference(averages, self._averages())
         if difference is not None:
             raise ValueError(f"the state belongs to another network: {difference}")
         self.network.load_state_dict(network)
+        for name, average in self._averages().items():
+            average.copy_(averages[name])
         self.weights_were_set()
         moments: dict[int, dict[str, Tensor]] = {}
         for position, (name, parameter) in enumerate(self.network.named_parameters()):
@@ -269,7 +323,9 @@ class Model:
 
     def weights_hash(self) -> str:
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.network.state_dict().items()):
-            digest.update(f"network/{name}".encode())
+        for name, tensor in sorted(self.state().items()):
+            if name.startswith("adam/"):
+                continue
+            digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()

@@ -91,6 +91,8 @@ class Planner(MethodHooks):
         kept = self._kept.written(*WRITTEN)
         with undone_if(self.model.latch.closed, kept) if kept else nullcontext():
             self.on_task_end()
+        if self.config.options.pull_back:
+            self.model.pull_back(self.config.options.pull_back)
         if getattr(self.config.options, "optimiser_per_task", False):
             self.model.forget_moments()
         self.data.ended = True

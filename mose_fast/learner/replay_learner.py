@@ -4,7 +4,7 @@ pass (docs/specification/baselines.md sections 0.2 and 0.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from mose_fast.device import upload
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
+from mose_fast.learner.momentum_teacher import distillation
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
@@ -125,6 +126,7 @@ class ReplayLearner(Learner):
 
     planning: ClassVar[Planning] = Planning.CAPTURED
     uses_shadows: ClassVar[bool] = True
+    not_taught: ClassVar[str] = ""
     without_boundaries: ClassVar[Mapping[tuple[str, Any], str]] = {
         ("replay_from", "others"): "replays nothing",
         **Learner.without_boundaries,
@@ -222,6 +224,8 @@ class ReplayLearner(Learner):
         new = self.new_classes() if self.hides_unseen and len(x) else []
         if new:
             extras["new"] = self.mask(new)
+        if self.hides_unseen and self.config.options.teacher == "momentum":
+            extras["seen"] = self.mask(self.seen)
         return Rows(images, labels, sizes, slots, self.data.sequence, extras)
 
     def new_classes(self) -> list[int]:
@@ -267,21 +271,53 @@ class ReplayLearner(Learner):
     # A step
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
-        separate = self.config.options.passes == "separate"
+        raw = self.sees_raw
         with self.new_rows(rows), self.model.step():
             sizes = self.view_sizes(rows)
-            enough = sum(sizes) <= len(rows.views)
-            check_returned(self, "make_views", rows.views, enough, f"the {sum(sizes)} views of view_sizes, {sizes}")
-            views = rows.views[: sum(sizes)]
-            parts = views.split(sizes) if separate else [views]
-            outputs = [self.forward(part) for part in parts if len(part)]
-            joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
-            terms = self.losses(joined, rows)
+            count = sum(sizes)
+            enough = count * (1 + raw) <= len(rows.views)
+            wanted = f"the {count} views of view_sizes, {sizes}" + (", then as many of raw rows" if raw else "")
+            check_returned(self, "make_views", rows.views, enough, wanted)
+            joined = self.passed(self.forward, rows.views[:count], sizes)
+            # A method's own losses see the augmented views alone.
+            terms = self.losses(joined, rows._replace(views=rows.views[:count]) if raw else rows)
             fits = are_scalars(terms) and any(term.requires_grad for term in terms.values())
             check_returned(self, "losses", terms, fits, "floating-point scalars of the outputs by name, at least one")
+            terms = {**terms, **self.taught(joined, rows, sizes)}
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
         self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    @property
+    def sees_raw(self) -> bool:
+        """Whether a step's views are followed by those of the same rows without augmentation."""
+        return self.config.options.teacher == "momentum" and self.config.options.teacher_raw
+
+    def passed(self, forward: Callable[[Tensor], Outputs], views: Tensor, sizes: Sequence[int]) -> Outputs:
+        """The outputs for views, which pass together or, by the option ``passes``, by set."""
+        parts = views.split(sizes) if self.config.options.passes == "separate" else [views]
+        outputs = [forward(part) for part in parts if len(part)]
+        return outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
+
+    def taught(self, outputs: Outputs, rows: Inputs, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The loss of the momentum teacher by its name, none where there is no row to teach: the
+        distances of the student's outputs for augmented views, and for raw rows if it sees them,
+        to the teacher's for the augmented views.
+        """
+        o, count = self.config.options, sum(sizes)
+        if o.teacher != "momentum":
+            return {}
+        first = sizes[0] if o.teacher_rows == "buffer" else 0
+        if first == count:
+            return {}
+        views = rows.views[:count]
+        teacher = self.passed(partial(outputs_of, self.model.teach), views, sizes).logits[first:]
+        student = outputs.logits[first:]
+        if self.sees_raw:
+            raw = self.passed(self.forward, rows.views[count : 2 * count], sizes).logits[first:]
+            student, teacher = torch.cat([student, raw]), torch.cat([teacher, teacher])
+        classes = rows.extras.get("seen")
+        return {"teacher": o.teacher_weight * distillation(student, teacher, o.teacher_temperature, classes=classes)}
 
     def new_rows(self, rows: Inputs) -> AbstractContextManager:
         """A context of the step, at whose start the classifier's rows of new classes start anew. No
@@ -297,16 +333,18 @@ class ReplayLearner(Learner):
         """
 
     def make_views(self, rows: Rows) -> Tensor:
-        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]. It is
-        called ahead of the step, possibly on another thread, and reads only the plan and what never
-        changes.
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]; then,
+        if the student :attr:`sees_raw` rows, each row without augmentation. It is called ahead of
+        the step, possibly on another thread, and reads only the plan and what never changes.
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
             brightness = getattr(self.config.options, "brightness", 0.0)
             cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored, brightness=brightness)
-            return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
-        return self.views.augmented(rows.images, seed, rows.sequence)
+            views = self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
+        else:
+            views = self.views.augmented(rows.images, seed, rows.sequence)
+        return torch.cat([views, self.views.normalise(rows.images)]) if self.sees_raw else views
 
     def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         """The numbers of views that pass the network together if ``passes`` is ``separate``; by

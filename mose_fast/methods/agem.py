@@ -51,6 +51,7 @@ class Agem(ReplayLearner):
     batch from memory.
     """
 
+    not_taught = "projects one gradient on another, of one loss each"
     without_boundaries = ReplayLearner.without_boundaries | {
         ("replay_from", "others"): "has no reference batch and is plain fine-tuning"
     }

@@ -107,4 +107,4 @@ class Aser(ReplayLearner):
 
     def features(self, images: Tensor) -> Tensor:
         """Features float32 [N, D] of raw images, in evaluation mode."""
-        return self.outputs(images)[0][0]
+        return self.outputs(images, student=True)[0][0]

@@ -99,6 +99,8 @@ class Co2l(ExemplarLearner):
     views that the network had before it, and fits a linear classifier to the memory's features.
     """
 
+    not_averaged = "fits its classifier to the memory when it is asked to predict"
+
     # In training mode also in chaht01/Co2L, where it is copied after training and never switched.
     teacher_mode = "train"
 

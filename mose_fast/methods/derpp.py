@@ -105,7 +105,7 @@ class Derpp(ReplayLearner):
 
     def on_stored(self, x: Tensor, slots: Tensor) -> bool:
         """The logits of a batch that trains nothing are the network's own."""
-        self._keep_logits(slots, self.outputs(x)[1][0])
+        self._keep_logits(slots, self.outputs(x, student=True)[1][0])
         return True
 
     def _keep_logits(self, slots: Tensor, logits: Tensor) -> None:

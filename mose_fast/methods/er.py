@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mose_fast.learner.about import knob, official_preset, sources_preset, table_preset
+from mose_fast.learner.about import Preset, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, ReplayLearner
 
@@ -40,6 +40,21 @@ class ErOptions(BaselineOptions):
             init="default",
             passes="separate",
             replay_from="others",
+        ),
+        "mkd": Preset(
+            "Nicolas1203/mkd_ocl @ 8796e3d, ER with one teacher; left out: its factor 1 / (1 - a^n) of the weights,"
+            " within 1 % of 1, and fp16",
+            {
+                "lr": 5e-4,
+                "weight_decay": 0.0,
+                "augment": "scr",
+                "init": "default",
+                "replay_loss": "one_mean",
+                "teacher": "momentum",
+                "teacher_start": "scaled",
+                "teacher_raw": True,
+                "predict_with": "mean",
+            },
         ),
     },
     year=2019,

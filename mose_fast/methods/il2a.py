@@ -99,6 +99,7 @@ class Il2a(ExemplarLearner):
     of old classes by their covariances; here with replayed rows.
     """
 
+    not_taught = "classifies mixed views, whose raw rows are two"
     needs_task = True
 
     # The augmented means need the classifier's float32 weights.

@@ -87,6 +87,8 @@ class Lucir(ExemplarLearner):
     classes, and wants a margin of old rows over new classes.
     """
 
+    not_averaged = "takes back, after each step, what the optimiser did to rows of its classifier"
+
     # Its cosines are computed in float32 from float32 weights.
     uses_shadows = False
 

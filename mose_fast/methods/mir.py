@@ -104,7 +104,7 @@ class Mir(ReplayLearner):
         o = self.config.options
         virtual_lr = o.lr if o.virtual_lr is None else o.virtual_lr
         names, parameters = zip(*self.network.named_parameters(), strict=True)
-        incoming = self.make_views(self.rows(x, y, y[:0]))
+        incoming = self.make_views(self.rows(x, y, y[:0]))[: len(y)]
         images = self.views.normalise(self.memory.images[slots]).contiguous(memory_format=torch.channels_last)
         labels = self.memory.labels[slots]
         with self.model.precise(), batch_statistics(self.network):

@@ -16,10 +16,11 @@ from mose_fast.learner.about import Preset, Search, knob
 from mose_fast.learner.data import class_mask
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
+from mose_fast.learner.momentum_teacher import distillation
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import method
 from mose_fast.losses import ExpertLosses
-from mose_fast.nn import ExpertNetwork
+from mose_fast.nn import ExpertNetwork, ExpertOutputs
 from mose_fast.settings.knob import documented
 from mose_fast.settings.run import (
     CONTRASTIVE_TEMPERATURES,
@@ -274,6 +275,7 @@ class Mose(Learner):
 
     planning = Planning.CAPTURED
     uses_shadows = True
+    not_taught = ""
     without_boundaries = {
         ("first_task", "joint"): (
             "trains as in the first task to the end: one set of rows, one cross-entropy over all classes"
@@ -395,5 +397,31 @@ class Mose(Learner):
             views = views.contiguous(memory_format=torch.channels_last)
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
             terms = self.losses(outputs, *targets)
-            reported = self.model.minimise(terms.sum())
-        return {"loss": reported, **dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))}
+            taught = self.taught(outputs, views, targets, padded)
+            reported = self.model.minimise(sum(taught.values(), terms.sum()))
+        parts = dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))
+        return {"loss": reported, **parts, **{name: term.detach() for name, term in taught.items()}}
+
+    def taught(
+        self, outputs: ExpertOutputs, views: Tensor, targets: Targets, padded: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The loss of the momentum teacher by its name, if there is one. The fixed copies among the
+        views are the raw rows.
+        """
+        o = self.config.options
+        if o.teacher != "momentum":
+            return {}
+        number = torch.arange(len(views), device=self.device)
+        new = targets.new_views
+        valid = len(views) if targets.valid_views is None else targets.valid_views
+        teacher, student = self.model.teach(views, **padded).logits, outputs.logits
+        if o.teacher_raw and self.views.recipe is not None:
+            # Each set has its fixed copies, then the same augmented.
+            first, end = torch.where(number < new, 0, new), torch.where(number < new, new, valid)
+            half = (end - first) // 2
+            teacher = teacher[:, torch.where(number < first + half, number + half, number)]
+        if o.teacher_outputs == "last":
+            teacher, student = teacher[-1:], student[-1:]
+        counted = number < valid if o.teacher_rows == "all" else (number >= new) & (number < valid)
+        loss = distillation(student, teacher, o.teacher_temperature, views=counted)
+        return {"teacher": o.teacher_weight * loss}

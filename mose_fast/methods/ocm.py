@@ -35,6 +35,7 @@ class Ocm(RotatedLearner):
     """
 
     without_boundaries = RotatedLearner.without_boundaries | {("first_task", "same"): "has no teacher"}
+    not_taught = "contrasts rotated views, whose logits it never trains"
     teacher_mode = "train"
 
     def plan(self, x: Tensor, y: Tensor) -> Rows:

@@ -65,6 +65,7 @@ class OnPro(RotatedLearner):
     """
 
     planning = Planning.LOOKS_AT_MODEL
+    not_taught = "contrasts rotated views, whose logits it never trains"
     not_captured = "mixes rows by the prototypes of the step before"
     sets = 3
 

@@ -64,6 +64,8 @@ class Scr(ReplayLearner):
     the nearest class mean classifies.
     """
 
+    not_taught = "never trains a logit"
+
     def projection_head(self, feature_size: int) -> nn.Module:
         o = self.config.options
         if o.head == "linear":

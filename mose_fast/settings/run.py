@@ -246,6 +246,9 @@ class MethodOptions(Declared):
     iterations: ClassVar[int] = 1
     memory_policy: ClassVar[str] = "reservoir"
     review: ClassVar[bool] = False
+    teacher: ClassVar[str] = "none"
+    predict_with: ClassVar[str] = "student"
+    pull_back: ClassVar[float] = 0.0
 
     init: str = knob(
         "kaiming_fan_out",
@@ -325,6 +328,77 @@ class ReplayOptions(MethodOptions):
         "the optimiser's moments start anew with each task",
         "paper: one Adam; repositories of LUCIR, CCIL, IL2A and BiC: a new optimiser for each task",
     )
+
+    # The momentum teacher (docs/specification/baselines.md section 20)
+    teacher: str = knob(
+        "none",
+        "network whose logits the trained one, the student, is drawn to",
+        "paper: none; MKD: momentum",
+        choices={"none": "", "momentum": "the moving average of the student's weights, after each step"},
+    )
+    teacher_rate: float = knob(
+        0.01, "a of the average t <- (1 - a) t + a s of the weights s, at most 1", "MKD", above=0
+    )
+    teacher_start: str = knob(
+        "weights",
+        "the average's first value",
+        "choice; MKD: scaled",
+        choices={"weights": "the first weights", "scaled": "a times these"},
+        cost=False,
+    )
+    teacher_temperature: float = knob(4.0, "T, which logits are divided by for the teacher's loss", "MKD", above=0)
+    teacher_weight: float = knob(
+        5.5,
+        "weight of T^2 KL(teacher || student), a mean over views",
+        "MKD",
+        low=0,
+        search=Search(0.5, 16, log=True, source="choice: from a tenth of MKD's 5.5 to three times it"),
+    )
+    teacher_rows: str = knob(
+        "all",
+        "rows that the teacher teaches",
+        "MKD: all",
+        choices={"all": "", "buffer": "all but the first set, which has the incoming rows"},
+        cost=False,
+    )
+    teacher_raw: bool = knob(
+        False,
+        "the student sees each row without augmentation, too, and is drawn there to what the teacher says of the"
+        " augmented view",
+        "MKD: true",
+    )
+    teacher_outputs: str = knob(
+        "each",
+        "experts that are taught",
+        "choice",
+        choices={"each": "each by the teacher's same expert, a sum", "last": ""},
+        cost=False,
+    )
+    teacher_statistics: str = knob(
+        "batch",
+        "statistics of the teacher's batch norm",
+        "MKD: batch",
+        choices={"batch": "each batch's", "running": "the moving average of the student's running ones"},
+        cost=False,
+    )
+    predict_with: str = knob(
+        "student",
+        "weights that predict",
+        "paper: the student's; MKD: mean",
+        choices={"student": "", "teacher": "their moving average", "mean": "the mean of both"},
+    )
+    pull_back: float = knob(
+        0.0,
+        "at the end of each task, the share of the way to their moving average that the weights move, at most 1",
+        "paper: none; GWM: 0.5",
+        low=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("teacher_rate", "pull_back"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"options.{name} is {getattr(self, name)!r}; wanted a share, at most 1")
 
 
 class MethodSettings(NamedTuple):

@@ -5,6 +5,7 @@ interrupted run.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mose_fast import _loader
 from mose_fast.methods import METHODS, Learner, create_learner
 from mose_fast.streams import from_arrays
 from mose_fast.train import resume, run
+from tests import mkd_twin
 from tests.listeners import StopAt
 
 DEVICE = _loader.gpu()
@@ -29,6 +31,8 @@ OPTIONS = {
     "onpro": {"rotations": 4},
 }
 STEPS = 5
+# Of small weight: teacher and student are so near that bf16's rounding is a share of what differs.
+TAUGHT = {"teacher": "momentum", "teacher_rate": 0.3, "teacher_raw": True, "teacher_weight": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +83,7 @@ def assert_alike(found: Learner, wanted: Learner, near: float) -> None:
     a, b = (learner.state()[0] for learner in (found, wanted))
     for name in ("memory/images", "memory/labels"):
         assert torch.equal(a[name], b[name])
-    for part, limit in (("running_mean", near), ("running_var", near), ("adam/exp_avg/", 5e-2)):
+    for part, limit in (("running_mean", near), ("running_var", near), ("average/", near), ("adam/exp_avg/", 5e-2)):
         names = [name for name in b if part in name and b[name].any()]
         if names:
             assert apart([a[name] for name in names], [b[name] for name in names]) < limit, part
@@ -90,17 +94,22 @@ def tensors_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
-    """From equal states: losses, what the memory holds, moments and running statistics.
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [*((method, {}) for method in METHODS), ("er", TAUGHT | {"predict_with": "mean"}), ("mose", TAUGHT)],
+)
+def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method, options):
+    """From equal states: losses, what the memory holds, moments, running statistics and moving
+    averages of the weights.
 
     Scoring leaves no trace.
     """
-    plain, fused = make(method, kernels="torch"), make(method)
+    new = partial(make, method, options=options)
+    plain, fused = new(kernels="torch"), new()
     for step in range(STEPS):
         hand_over(fused, plain)
         if step == STEPS - 1:
-            successor = make(method)
+            successor = new()
             hand_over(fused, successor)
         wanted, found = observe(plain, step), observe(fused, step)
         assert found == pytest.approx(wanted, rel=1e-3)
@@ -122,6 +131,13 @@ def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method):
     assert apart(outputs, plain.outputs(x)) < 1e-3
 
 
+def test_ten_steps_of_mkd_are_those_of_plain_pytorch():
+    found, wanted = mkd_twin.ten_steps(make("er", preset="mkd", options={"eps": 1e-2}), 8)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-4)
+    assert mkd_twin.apart(found.weights, wanted.weights) < 1e-4
+    assert mkd_twin.apart(found.teacher, wanted.teacher) < 1e-4
+
+
 def test_gdumb_trains_alike_when_it_is_asked():
     plain, fused = make("gdumb", kernels="torch"), make("gdumb")
     for learner in (plain, fused):
@@ -131,12 +147,13 @@ def test_gdumb_trains_alike_when_it_is_asked():
     assert fused.steps == plain.steps > 0 and apart(fused.outputs(some_images()), plain.outputs(some_images())) < 5e-2
 
 
+@pytest.mark.parametrize("options", [{}, TAUGHT, TAUGHT | {"teacher_rows": "buffer", "teacher_statistics": "running"}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_padded_step_of_mose_is_the_bare_one(precision):
+def test_a_padded_step_of_mose_is_the_bare_one(precision, options):
     """In the first task, which has its own composition, and in the second; losses, gradients by the
     moments, statistics.
     """
-    bare, padded = (make("mose", precision=precision, options={"experts": 2}) for _ in range(2))
+    bare, padded = (make("mose", precision=precision, options={"experts": 2, **options}) for _ in range(2))
     kinds = []
 
     def padded_inputs(plan, stored=None):
@@ -163,7 +180,7 @@ def test_a_resumed_run_ends_with_the_same_bits(precision, tmp_path):
     x = (random.integers(0, 90, (16, 8, 8, 3)) + 50 * y[:, None, None, None]).astype(np.uint8)
     stream = from_arrays(x, y, x[:4], y[:4], tasks=2, batch=4)
     settings = SMALL | {"precision": precision, "checkpoint_every": 2, "deterministic": True}
-    settings["options"] = {"buffer_batch": 4, "new_extra": 2, "experts": 2}
+    settings["options"] = {"buffer_batch": 4, "new_extra": 2, "experts": 2, "predict_with": "mean", **TAUGHT}
     whole = run(stream=stream, **settings)
     with pytest.raises(RuntimeError, match="broken off"):
         run(stream=stream, out=tmp_path, listeners=[StopAt(3, RuntimeError("broken off"))], **settings)

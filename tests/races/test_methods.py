@@ -51,6 +51,15 @@ SETTINGS = {
 # A step of the second task, which is replayed; with two for each batch, the first of one.
 BROKEN = 8
 
+TAUGHT = {
+    "teacher": "momentum",
+    "teacher_statistics": "running",
+    "teacher_rows": "buffer",
+    "teacher_raw": True,
+    "predict_with": "teacher",
+    "pull_back": 0.5,
+}
+
 
 def settings(name: str, **changes: Any) -> RunConfig:
     # Few rows, so that their number soon stays the same.
@@ -149,6 +158,9 @@ def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
         {"name": "scr", "kernels": "fused", "precision": "bf16", "options": {"review": True}},
         {"name": "derpp", "kernels": "fused", "options": {"memory_policy": "balanced", "passes": "separate"}},
         {"name": "derpp", "options": {"iterations": 2}},
+        {"name": "er", "options": {"teacher": "momentum", "teacher_raw": True, "predict_with": "mean"}},
+        {"name": "gsa", "kernels": "fused", "precision": "bf16", "options": TAUGHT},
+        {"name": "mose", "kernels": "fused", "precision": "bf16", "options": {"experts": 2, **TAUGHT}},
     ],
     ids=str,
 )

@@ -68,6 +68,18 @@ def copy(exported, tmp_path):
     return shutil.copytree(exported, tmp_path / "copy")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "which"), [("mose", "mean"), ("er", "teacher")])
+def test_an_export_has_the_weights_that_predict(method, which, finished):
+    run = finished(method, predict_with=which, teacher_rate=0.3, teacher_statistics="running")
+    found = Classifier.load(export_run(run.folder)).predict(run.stream.x_test)
+    assert torch.equal(found.head_index, run.learner.predict(run.stream.x_test))
+    stem = run.learner.network.stem.conv.weight
+    (average,) = (a for n, a in run.learner.model.teacher.tensors().items() if n == "stem.conv.weight")
+    wanted = average if which == "teacher" else (stem + average) / 2
+    assert torch.equal(Classifier.load(run.folder / "export").network.backbone.stem.conv.weight, wanted)
+
+
 def true_distances(run):
     """Squared distances of the last expert by the training network, [N, K], and what it predicts,
     of all test images.
