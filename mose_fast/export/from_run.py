@@ -19,13 +19,13 @@ from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stor
 from mose_fast.export.classifier import Classifier
 from mose_fast.learner.registry import method_changes, method_files
 from mose_fast.methods import Learner, create_learner
-from mose_fast.nn import CLASSIFIERS, CosineClassifier
+from mose_fast.nn import CosineClassifier
 from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.runs.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
 from mose_fast.runs.lock import FolderLock
 from mose_fast.runs.store import read_run
-from mose_fast.settings.run import ConfigError, RunConfig, near_matches
+from mose_fast.settings.run import STANDARD, ConfigError, RunConfig, near_matches
 
 # Names of the files of an export, as regular expressions.
 _OWN_FILES = tuple(map(re.escape, (CARD, *MODELS.values())))
@@ -144,10 +144,10 @@ def _describe(
         if own != expert:
             raise ExportError(
                 f"the run in {run} predicts by {classifier} of expert {own}; an export holds the last expert, {expert},"
-                f" alone: choose its classifier with --classifier {' or '.join(CLASSIFIERS)}"
+                f" alone: choose its classifier with --classifier {' or '.join(STANDARD)}"
             )
-    elif classifier not in CLASSIFIERS:
-        raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
+    elif classifier not in STANDARD:
+        raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(STANDARD))}")
     head, tensors = _head(learner, classifier)
     weights = {n: t.contiguous() for n, t in learner.network.state_dict().items() if n.startswith(_STAGES)}
     counted = [p.numel() for name, p in learner.network.named_parameters() if name.startswith(_STAGES)]

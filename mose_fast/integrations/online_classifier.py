@@ -166,7 +166,8 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
         """
         check_is_fitted(self)
         scores = self._scores(X).double()
-        return torch.softmax(scores / 2 if self.learner_.resolve_expert()[0] == "ncm" else scores, -1).numpy()
+        distances = self.learner_.resolve_expert()[0] in ("ncm", "residual")
+        return torch.softmax(scores / 2 if distances else scores, -1).numpy()
 
     def _scores(self, X: Any) -> Tensor:
         """``[N, len(classes_)]``, on the CPU: see :meth:`mose_fast.Learner.scores`."""

@@ -136,14 +136,15 @@ def accuracy_table(
     if not many:
         columns = "".join(f"{f'task {t + 1}':>{_width(t)}}" for t in range(task + 1))
     of, mean = ("", "mean") if what == "task" else (" on the classes seen", "all")
+    width = max(map(len, test))
     lines = [
         f"\naccuracy in percent{of} after {what} {task + 1} of {tasks}; * is what predict() uses",
-        f"  {'':<6} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
+        f"  {'':<{width}} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
     ]
     for classifier, experts in test.items():
         for expert, row in shown_experts(experts, classifier, main):
             mark = "*" if (classifier, expert) == main else " "
-            line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
+            line = f"{mark} {classifier:<{width}} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
             lines.append(line + (_by_task(row, many) if what == "task" else ""))
     return "\n".join(lines)
 
