@@ -16,11 +16,11 @@ from mose_fast.settings.run import CLASSIFIERS
 #: Classifiers that read features alone; the others read logits, too.
 OF_FEATURES = ("ncm", "lda", "ridge", "residual")
 
-# Classifiers whose standardised scores are averaged.
-_AVERAGED = {"ncm_linear": ("ncm", "linear"), "lda_adjusted": ("lda", "adjusted")}
+#: Classifiers whose standardised scores are averaged.
+AVERAGED = {"ncm_linear": ("ncm", "linear"), "lda_adjusted": ("lda", "adjusted")}
 
 #: Classifiers that also have a row ``all``: the features of all experts, concatenated.
-JOINING = (*OF_FEATURES, *_AVERAGED)
+JOINING = (*OF_FEATURES, *AVERAGED)
 
 #: The results' name of the mean of experts, by classifier: of squared distances, logits or scores.
 MEAN_OF_EXPERTS = dict.fromkeys(CLASSIFIERS, "mean_score") | {"ncm": "mean_distance", "linear": "mean_logit"}
@@ -174,9 +174,9 @@ class Classifiers:
         """
         if classifier != "linear":
             self.means.check_filled()
-        if classifier in _AVERAGED:
-            parts = [self.scores(part, features, logits, joined=joined) for part in _AVERAGED[classifier]]
-            return torch.stack([_standardised(part, self.known) for part in parts]).mean(0)
+        if classifier in AVERAGED:
+            parts = [self.scores(part, features, logits, joined=joined) for part in AVERAGED[classifier]]
+            return torch.stack([standardised(part, self.known) for part in parts]).mean(0)
         if classifier in OF_FEATURES:
             fitted = self.fitted(classifier, joined=joined)
             return fitted.scores(concatenated(features)) if joined else with_mean(fitted.scores(features))
@@ -223,15 +223,14 @@ def concatenated(features: Tensor) -> Tensor:
     return F.normalize(features.float(), dim=-1).transpose(0, 1).flatten(1).unsqueeze(0)
 
 
-def _standardised(scores: Tensor, known: Tensor) -> Tensor:
-    """Scores [..., K] with mean 0 and standard deviation 1 over the known classes; 0 where they are
-    all equal, -inf for other classes.
+def standardised(scores: Tensor, known: Tensor) -> Tensor:
+    """Float64 scores [..., K] with mean 0 and standard deviation 1 over the known classes; 0 where
+    they are all equal, -inf for other classes; in operations that ONNX has.
     """
-    among = scores[..., known].double()
-    variance, mean = torch.var_mean(among, -1, correction=0, keepdim=True)
-    found = torch.full_like(scores, -torch.inf, dtype=torch.float64)
-    found[..., known] = (among - mean) / variance.sqrt().clamp_min(1e-300)
-    return found
+    scores, count = scores.double(), known.sum()
+    centred = scores - scores.masked_fill(~known, 0).sum(-1, keepdim=True) / count
+    variance = centred.masked_fill(~known, 0).square().sum(-1, keepdim=True) / count
+    return (centred / variance.sqrt().clamp_min(1e-150)).masked_fill(~known, -torch.inf)
 
 
 def classify(

@@ -3,6 +3,7 @@ use.
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -146,6 +147,37 @@ def test_files_are_resized_as_in_training(tmp_path):
         Classifier(classifier.card | {"resize": 32}, {})
 
 
+@pytest.mark.parametrize(
+    ("classifier", "expert"),
+    [
+        *itertools.product(("ncm", "lda", "ridge", "ncm_linear", "lda_adjusted"), ("last", "mean", "all")),
+        *itertools.product(("linear", "adjusted"), ("last", "mean")),
+    ],
+)
+def test_every_classifier_is_exported(finished, tmp_path, classifier, expert):
+    run = finished(test_mirror=True, mirror="on")
+    found = Classifier.load(export_run(run.folder, tmp_path, classifier=classifier, expert=expert))
+    assert found.card["accuracy"] == run.results["acc"].get(classifier, {}).get(found.card["expert"])
+    predicted = found.predict(run.stream.x_test)
+    wanted = run.learner.scores(run.stream.x_test, classifier, expert)
+    same = -predicted.scores if classifier == "ncm" else predicted.scores
+    torch.testing.assert_close(same.double(), wanted.double(), rtol=1e-4, atol=1e-3)
+    assert (predicted.head_index == wanted.argmax(-1)).double().mean() > 0.99
+
+
+@pytest.mark.slow
+def test_all_experts_with_mirrors_in_onnx(finished, tmp_path):
+    pytest.importorskip("onnxscript")
+    run = finished(test_mirror=True, mirror="on", classifier="lda_adjusted", expert="all", experts=2)
+    folder = export_run(run.folder, tmp_path, formats=["onnx", "safetensors"])
+    images = run.stream.x_test[:32]
+    wanted = Classifier.load(folder).predict(images)
+    head_index, _, scores = _onnx_program(folder, "logits")(images)
+    assert json.loads((folder / "card.json").read_text())["accuracy"] == run.results["acc"]["lda_adjusted"]["all"]
+    torch.testing.assert_close(torch.as_tensor(scores), wanted.scores, rtol=1e-4, atol=1e-3)
+    assert torch.equal(torch.as_tensor(head_index), run.learner.predict(images))
+
+
 def test_any_method_exports_class_means(finished, tmp_path):
     run = finished("er")
     found = Classifier.load(export_run(run.folder, tmp_path, classifier="ncm")).predict(run.stream.x_test)
@@ -180,10 +212,10 @@ def _torch_program(folder):
     return torch.export.load(folder / "model.pt2").module()
 
 
-def _onnx_program(folder):
+def _onnx_program(folder, scores="distances"):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession((folder / "model.onnx").read_bytes(), providers=["CPUExecutionProvider"])
-    assert [output.name for output in session.get_outputs()] == ["head_index", "label", "distances"]
+    assert [output.name for output in session.get_outputs()] == ["head_index", "label", scores]
     return lambda images: map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
 
 
@@ -358,13 +390,20 @@ def test_a_file_is_no_folder(finished, exported, capsys):
     assert f"{card} is a file; wanted the folder of an export" in capsys.readouterr().err
 
 
-def test_a_run_that_predicts_by_another_expert_must_choose(finished, tmp_path):
-    run = finished(expert="mean")
-    with pytest.raises(
-        ExportError, match=r"by ncm of expert mean_distance.*the last expert, 4, alone.*--classifier ncm or linear"
-    ):
-        export_run(run.folder, tmp_path)
+def test_inner_experts_and_stored_samples_are_refused(finished, tmp_path):
+    run = finished()
+    with pytest.raises(ExportError, match=r"by ncm of expert 2; an export holds neither .*--classifier and --expert"):
+        export_run(run.folder, tmp_path, expert=2)
+    with pytest.raises(ExportError, match="by residual of expert 4; an export holds neither stored samples"):
+        export_run(run.folder, tmp_path, classifier="residual")
+    with pytest.raises(ExportError, match="expert is 'all' for classifier 'linear'; known: last, mean"):
+        export_run(run.folder, tmp_path, classifier="linear", expert="all")
     assert Classifier.load(export_run(run.folder, tmp_path, classifier="linear")).card["head"] == "linear"
+
+
+def test_a_cosine_head_is_not_averaged(finished, tmp_path):
+    with pytest.raises(ExportError, match="a cosine head cannot be averaged with class means"):
+        export_run(finished("er-aml").folder, tmp_path, classifier="ncm_linear")
 
 
 def test_missing_onnx_is_told_with_its_remedy(finished, tmp_path, monkeypatch):

@@ -5,6 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from sklearn.covariance import LedoitWolf
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import RidgeClassifier
 from torch.nn import functional as F
 
 from mose_fast.nn import Classifiers, classify, names_of_experts
@@ -17,7 +20,7 @@ ABSENT = 4
 
 
 def made(counts, seed=0):
-    """Features [E, N, D], not negative, logits [E, N, K] and labels, of classes around their means."""
+    """Features [E, N, D], logits [E, N, K] and labels of ``counts`` images a class."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.repeat_interleave(torch.arange(CLASSES), torch.tensor(counts))
     centres = torch.rand(EXPERTS, CLASSES, SIZE, generator=torch.Generator().manual_seed(9))
@@ -66,33 +69,28 @@ class Shared:
     """The covariance within classes for scikit-learn, which else shrinks that of each class."""
 
     def __init__(self, x, labels):
-        covariance = pytest.importorskip("sklearn.covariance")
         means = np.stack([x[labels == label].mean(0) for label in labels])
-        self.covariance_ = covariance.LedoitWolf(assume_centered=True).fit(x - means).covariance_
+        self.covariance_ = LedoitWolf(assume_centered=True).fit(x - means).covariance_
 
     def fit(self, x):
         return self
 
 
 def test_lda_equals_that_of_scikit_learn():
-    analysis = pytest.importorskip("sklearn.discriminant_analysis")
-
     def theirs(x, labels, queries):
         priors = np.full(len(KNOWN), 1 / len(KNOWN))
-        lda = analysis.LinearDiscriminantAnalysis("lsqr", priors=priors, covariance_estimator=Shared(x, labels))
+        lda = LinearDiscriminantAnalysis("lsqr", priors=priors, covariance_estimator=Shared(x, labels))
         return lda.fit(x, labels).decision_function(queries) - np.log(priors)
 
     agree("lda", theirs)
 
 
 def test_ridge_equals_that_of_scikit_learn():
-    models = pytest.importorskip("sklearn.linear_model")
-
     def theirs(x, labels, queries):
         weights = (1 / np.bincount(labels, minlength=CLASSES).clip(1))[labels]
         eigenvalue = np.trace(np.cov(x.T, aweights=weights, ddof=0)) / x.shape[1]
         penalty = PENALTY * eigenvalue * len(x)
-        model = models.RidgeClassifier(penalty, class_weight="balanced", solver="cholesky").fit(x, labels)
+        model = RidgeClassifier(penalty, class_weight="balanced", solver="cholesky").fit(x, labels)
         return (model.decision_function(queries) + 1) / 2
 
     agree("ridge", theirs)
