@@ -11,7 +11,7 @@ from torch import Tensor
 from mose_fast.device import upload
 from mose_fast.evaluate.one_pass import accuracy_of, on_host
 from mose_fast.methods import Learner
-from mose_fast.nn import ClassMeans, classify
+from mose_fast.nn import Classifiers, classify
 from mose_fast.settings.run import RunConfig
 from mose_fast.streams import Stream
 from mose_fast.streams.draws import draw_order
@@ -43,21 +43,22 @@ class AnytimeSample:
     def evaluate(self, learner: Learner) -> dict[str, dict[str, float]]:
         """Accuracy in [0, 1] by classifier and expert. Nothing that training depends on changes.
 
-        Class means are those of a few stored images of each class, not of the whole memory. Methods
-        that choose exemplars when a task ends have none in the first one: the accuracy by class
-        means is 0.
+        Class means and what else is fitted are of a few stored images of each class, not of the
+        whole memory. Methods that choose exemplars when a task ends have none in the first one: the
+        accuracy by all but the linear classifier is 0.
         """
         learner.prepare_evaluation()
         memory = learner.memory
         labels = memory.labels[: memory.filled].cpu()
         slots = upload(self._slots(labels), learner.device)
-        means = None
+        fitted = None
         if len(slots):
-            features, _ = learner.outputs(memory.images[slots])
-            means = ClassMeans(features, memory.labels[slots], learner.classes)
+            outputs = learner.test_outputs(memory.images[slots])
+            penalty = learner.config.options.ridge_penalty
+            fitted = Classifiers(*outputs, memory.labels[slots], ridge_penalty=penalty)
         rows = self.rows(learner.seen)
         images = self.stream.test_images(rows, len(rows))
-        parts = [classify(*learner.outputs(part), means) for part in images]
+        parts = [classify(*learner.test_outputs(part), fitted, learner.evaluated()) for part in images]
         return accuracy_of(on_host(parts), self.stream.y_test[self.stream.tested(rows)])
 
     def _slots(self, labels: Tensor) -> Tensor:

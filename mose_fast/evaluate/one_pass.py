@@ -44,7 +44,7 @@ def evaluate_learner(
 ) -> TaskAccuracy:
     """Evaluates after a part of a stream: on the tasks 0 ... ``part``, or, in a stream without task
     boundaries, on the classes seen so far, as one task. The memory, of at least one sample, serves
-    both the class means and the buffer accuracy.
+    both the classifiers and the buffer accuracy.
 
     ``prepare`` False evaluates the network as it stands, even where the method trains it only for
     evaluations. ``sample`` are some of the images evaluated on, as int64 rows of ``stream.x_test``,
@@ -55,8 +55,8 @@ def evaluate_learner(
     task = stream.task_of(part)
     memory = learner.memory
     filled = memory.filled
-    features, logits = learner.outputs(memory.images[:filled])
-    means = learner.class_means(features)
+    features, logits = learner.test_outputs(memory.images[:filled])
+    fitted, names = learner.classifiers((features, logits)), learner.evaluated()
     # By class, not by the task in which a sample arrived: `joint` has all classes in one task.
     task_of_class = torch.empty(stream.classes, dtype=torch.int64)
     for t, classes in enumerate(stream.tasks):
@@ -64,14 +64,17 @@ def evaluate_learner(
     # Predictions go to the host once for the memory and once for the test images, and are counted
     # there. Samples that are held out, which are the last ones, were never trained on.
     trained = memory.drawable
-    stored, predicted = memory.labels[:trained].cpu(), classify(features[:, :trained], logits[:, :trained], means)
+    stored, predicted = (
+        memory.labels[:trained].cpu(),
+        classify(features[:, :trained], logits[:, :trained], fitted, names),
+    )
     buffer = _by_task(on_host([predicted]), stored, task_of_class[stored], task)
 
     of_tasks = [stream.test_rows(t) for t in range(task + 1)]
     if not stream.has_boundaries:
         of_tasks = [rows[torch.isin(stream.y_test[rows], torch.tensor(learner.seen))] for rows in of_tasks]
     images = stream.test_images(torch.cat(of_tasks), learner.evaluation_batch)
-    parts = [classify(*learner.outputs(part), means) for part in images]
+    parts = [classify(*learner.test_outputs(part), fitted, names) for part in images]
     rows = torch.cat([stream.tested(rows) for rows in of_tasks])
     tasks = task_of_class[stream.y_test[rows]]
     predictions = on_host(parts)

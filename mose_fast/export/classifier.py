@@ -12,57 +12,120 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mose_fast.export.card import CARD, MODELS, ExportError, read_card
 from mose_fast.learner.data import plain_tensor
 from mose_fast.learner.model import first_difference
 from mose_fast.nn import CosineClassifier, ExpertNetwork
 from mose_fast.nn.class_means import squared_distances
+from mose_fast.nn.classifiers import AVERAGED, affine_scores, standardised
 
 #: Images that are classified together.
 BATCH = 256
 
 
-class NearestClassMean(nn.Module):
-    """:class:`mose_fast.nn.ClassMeans` for one expert."""
+class _Normalising(nn.Module):
+    """A head that reads the features of one expert or of several, beside each other in ``flat``
+    [N, E * D], each normalised.
+    """
 
-    def __init__(self, classes: int, feature_size: int) -> None:
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.register_buffer("means", torch.zeros(classes, feature_size))
+        self.experts = experts
+
+    def normalised(self, flat: Tensor) -> Tensor:
+        return F.normalize(flat.unflatten(1, (self.experts, -1)), dim=-1).flatten(1)
+
+
+class NearestClassMean(_Normalising):
+    """:class:`mose_fast.nn.ClassMeans`, as squared distances float64 [N, K]."""
+
+    def __init__(self, classes: int, experts: int, feature_size: int) -> None:
+        super().__init__(experts)
+        self.register_buffer("means", torch.zeros(classes, experts * feature_size))
         self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
 
-    def forward(self, features: Tensor) -> Tensor:
-        return squared_distances(features, self.means, self.known)
+    def forward(self, flat: Tensor) -> Tensor:
+        return squared_distances(self.normalised(flat), self.means, self.known)
+
+
+class AffineHead(_Normalising):
+    """:class:`mose_fast.nn.classifiers.Affine`: scores float64 [N, K]."""
+
+    def __init__(self, classes: int, experts: int, feature_size: int) -> None:
+        super().__init__(experts)
+        self.register_buffer("weight", torch.zeros(classes, experts * feature_size, dtype=torch.float64))
+        self.register_buffer("bias", torch.zeros(classes, dtype=torch.float64))
+
+    def forward(self, flat: Tensor) -> Tensor:
+        return affine_scores(self.normalised(flat), self.weight, self.bias)
+
+
+class Averaged(nn.Module):
+    """The mean of the standardised scores of two heads, float64 [N, K]."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, classes: int) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.register_buffer("known", torch.zeros(classes, dtype=torch.bool))
+
+    def forward(self, flat: Tensor) -> Tensor:
+        first = self.first(flat)
+        first = -first if isinstance(self.first, NearestClassMean) else first
+        return (standardised(first, self.known) + standardised(self.second(flat), self.known)) / 2
+
+
+def _head(head: str, classes: int, experts: int, size: int) -> nn.Module:
+    if head in AVERAGED:
+        first, second = (_head(part, classes, experts, size) for part in AVERAGED[head])
+        return Averaged(first, second, classes)
+    if head == "ncm":
+        return NearestClassMean(classes, experts, size)
+    if head in ("lda", "ridge"):
+        return AffineHead(classes, experts, size)
+    if head in ("linear", "adjusted"):
+        return nn.Linear(experts * size, classes)
+    return CosineClassifier(torch.empty(classes, size), learned_scale=head == "scaled_cosine")
 
 
 class DeployedNetwork(nn.Module):
-    """The exported network: from raw images to labels, by ``backbone``, a ResNet-18 without
-    alignment modules and heads, and ``head``, which computes a score for each class.
+    """The exported network: from raw images to labels, by ``backbone``, a ResNet-18 without heads,
+    and ``head``, which computes a score for each class.
 
     Args:
         width: Channels of the first stage; the feature has D = 8 * width.
-        head: ``ncm``, ``linear``, ``cosine`` or ``scaled_cosine``, whose scale is learned.
+        head: ``cosine``, ``scaled_cosine``, whose scale is learned, or a classifier's name.
         class_order: Original label by head index; K classes.
         mean, std: Of images in [0, 1] by channel.
+        branches: ``experts`` and ``attention`` of :class:`mose_fast.nn.ExpertNetwork`, where the
+            head reads the features of all experts; None: it reads the last one's, and the backbone
+            has no alignment modules.
+        test_mirror: The head reads the mean of the features of each image and its mirror.
     """
 
     def __init__(
-        self, width: int, head: str, class_order: Sequence[int], mean: Sequence[float], std: Sequence[float]
+        self,
+        width: int,
+        head: str,
+        class_order: Sequence[int],
+        mean: Sequence[float],
+        std: Sequence[float],
+        branches: dict[str, Any] | None = None,
+        test_mirror: bool = False,
     ) -> None:
         super().__init__()
-        classes, feature_size = len(class_order), 8 * width
+        classes = len(class_order)
+        self.branched, self.test_mirror = branches is not None, test_mirror
+        branches = branches or {"experts": 1, "attention": False}
         # On the meta device, since all weights are assigned afterwards.
         with torch.device("meta"):
-            self.backbone = ExpertNetwork(classes, width=width, experts=1, attention=False, adapter=False)
-            # The feature does not need them.
-            del self.backbone.classifier1, self.backbone.projection1
-            if head == "ncm":
-                self.head: nn.Module = NearestClassMean(classes, feature_size)
-            elif head == "linear":
-                self.head = nn.Linear(feature_size, classes)
-            else:
-                weight = torch.empty(classes, feature_size)
-                self.head = CosineClassifier(weight, learned_scale=head == "scaled_cosine")
+            self.backbone = ExpertNetwork(classes, width=width, adapter=False, **branches)
+            # The features do not need them.
+            for e in range(1, branches["experts"] + 1):
+                delattr(self.backbone, f"classifier{e}")
+                delattr(self.backbone, f"projection{e}")
+            self.head = _head(head, classes, branches["experts"], 8 * width)
         self.nearest = head == "ncm"
         self.register_buffer("class_order", torch.tensor(class_order, dtype=torch.int64), persistent=False)
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)
@@ -71,12 +134,21 @@ class DeployedNetwork(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Classifies raw images, uint8 [N, H, W, 3]: the positions in the class order, int64 [N];
         the data set's labels, int64 [N]; scores float32 [N, K]: squared distances (``ncm``, the
-        smallest wins) or logits (the largest wins).
+        smallest wins), or logits or other scores (the largest wins).
         """
         x = (images.permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std
-        scores = self.head(self.backbone.deepest_feature(x))
+        features = self._features(x)
+        if self.test_mirror:
+            features = (features + self._features(x.flip(3))) / 2
+        scores = self.head(features)
         head_index = scores.argmin(-1) if self.nearest else scores.argmax(-1)
         return head_index, self.class_order[head_index], scores.float()
+
+    def _features(self, x: Tensor) -> Tensor:
+        """[N, D], or [N, E * D] of all experts."""
+        if self.branched:
+            return self.backbone.features(x).transpose(0, 1).flatten(1)
+        return self.backbone.deepest_feature(x)
 
 
 class Predictions(NamedTuple):
@@ -116,7 +188,13 @@ class Classifier:
             )
         normalisation = card["normalisation"]
         self.network = DeployedNetwork(
-            card["width"], card["head"], card["class_order"], normalisation["mean"], normalisation["std"]
+            card["width"],
+            card["head"],
+            card["class_order"],
+            normalisation["mean"],
+            normalisation["std"],
+            card.get("branches"),
+            card.get("test_mirror", False),
         )
         for name, wanted in self.network.state_dict().items():
             if name in tensors and tensors[name].dtype != wanted.dtype:

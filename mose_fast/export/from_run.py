@@ -6,6 +6,7 @@ import copy
 import hashlib
 import io
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,8 @@ from mose_fast.export.card import CARD, FORMAT, MODELS, USUAL, ExportError, stor
 from mose_fast.export.classifier import Classifier
 from mose_fast.learner.registry import method_changes, method_files
 from mose_fast.methods import Learner, create_learner
-from mose_fast.nn import CLASSIFIERS, CosineClassifier, ExpertNetwork
+from mose_fast.nn import OF_FEATURES, CosineClassifier, ExpertNetwork
+from mose_fast.nn.classifiers import AVERAGED
 from mose_fast.nn.corrected import CorrectedLinear
 from mose_fast.runs.checkpoint import latest, load_checkpoint
 from mose_fast.runs.files import LOCK, RunError, RunFolder, leftovers, remove_leftovers, write_atomically
@@ -40,6 +42,7 @@ def export_run(
     *,
     formats: Iterable[str] = ("safetensors",),
     classifier: str | None = None,
+    expert: str | int | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes the deployable classifier of a finished run. The data set is not needed.
@@ -48,8 +51,9 @@ def export_run(
         out: Folder for the card and the models, which is returned; None: ``export`` in the run's.
         formats: Keys of :data:`MODELS`: ``safetensors`` (which :meth:`Classifier.load` reads),
             ``onnx``, ``torch`` (torch.export).
-        classifier: ``ncm`` or ``linear`` of the last expert; None: the run's own, which must be one
-            of the two.
+        classifier: Any but ``residual``; None: the run's own.
+        expert: ``last``, ``mean`` or ``all``; None: ``last`` if a classifier is given, else the
+            run's own.
         overwrite: Replace an earlier export in ``out``; other files stay. An interrupted export is
             always replaced.
 
@@ -82,7 +86,7 @@ def export_run(
             f"method {learner.config.method!r} predicts by outputs() or predict() of its own; wanted those of every"
             " learner, since an export holds one backbone and one head"
         )
-    card, tensors = _describe(run, results, learner, classifier)
+    card, tensors = _describe(run, results, learner, classifier, expert)
     exported = Classifier(card, tensors)
     files = {}
     if "safetensors" in formats:
@@ -136,31 +140,38 @@ def restore(run: Path, results: dict[str, Any]) -> Learner:
 
 
 def _describe(
-    run: Path, results: dict[str, Any], learner: Learner, classifier: str | None
+    run: Path, results: dict[str, Any], learner: Learner, classifier: str | None, expert: str | int | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The card, without its files, and the tensors of the last expert's classifier."""
-    expert = str(learner.network.experts)
-    if classifier is None:
-        classifier, own = results["resolved"]["classifier"], results["resolved"]["expert"]
-        if own != expert:
-            raise ExportError(
-                f"the run in {run} predicts by {classifier} of expert {own}; an export holds the last expert, {expert},"
-                f" alone: choose its classifier with --classifier {' or '.join(CLASSIFIERS)}"
-            )
-    elif classifier not in CLASSIFIERS:
-        raise ExportError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
+    """The card, without its files, and the tensors of the classifier."""
+    if classifier is not None and expert is None:
+        expert = "last"
+    try:
+        classifier, expert = learner.resolve_expert(classifier, expert)
+    except ValueError as error:
+        raise ExportError(str(error)) from error
     network = copy.deepcopy(learner.network)
     network.load_state_dict(learner.model.predicting())
-    head, tensors = _head(learner, network, classifier)
-    weights = {n: t.contiguous() for n, t in network.state_dict().items() if n.startswith(_STAGES)}
-    counted = [p.numel() for name, p in network.named_parameters() if name.startswith(_STAGES)]
+    last = str(network.experts)
+    if classifier == "residual" or (expert.isdigit() and expert != last):
+        raise ExportError(
+            f"the run in {run} predicts by {classifier} of expert {expert}; an export holds neither stored samples,"
+            f" which residual needs, nor inner experts by themselves: choose with --classifier and --expert"
+        )
+    head, tensors = _head(learner, network, classifier, expert)
+    branches = None if expert == last else {"experts": network.experts, "attention": hasattr(network, "gate1")}
+    stages = _STAGES if branches is None else (*_STAGES, "gate", "align")
+    weights = {n: t.contiguous() for n, t in network.state_dict().items() if n.startswith(stages)}
+    counted = [p.numel() for name, p in network.named_parameters() if name.startswith(stages)]
     in_head = 0 if head == "ncm" else sum(t.numel() for t in tensors.values())
-    known = learner.class_means().known.tolist() if classifier == "ncm" else [True] * learner.classes
+    known = [True] * learner.classes if classifier == "linear" else learner.classifiers().known.tolist()
     config = results["config"]
+    measured = expert in results["acc"].get(classifier, {})
     card = {
         "mose_fast_export": FORMAT,
         "head": head,
         "expert": expert,
+        "branches": branches,
+        "test_mirror": learner.config.options.test_mirror,
         "width": config["width"],
         "image_size": results["image_size"],
         "resize": config["stream"].get("resize"),
@@ -171,8 +182,8 @@ def _describe(
         "parameters": {"backbone": sum(counted), "head": in_head},
         "bytes": {"backbone": sum(t.nbytes for t in weights.values()), "head": sum(t.nbytes for t in tensors.values())},
         "evaluated_on": config.get("evaluate_on", "test"),
-        "accuracy": results["acc"][classifier][expert],
-        "accuracy_by_task": results["accuracy"][classifier][expert][-1],
+        "accuracy": results["acc"][classifier][expert] if measured else None,
+        "accuracy_by_task": results["accuracy"][classifier][expert][-1] if measured else None,
         "run": {
             **{name: config[name] for name in ("method", "preset", "memory", "seed")},
             "stream": Path(config["stream"]["name"]).name,
@@ -182,25 +193,53 @@ def _describe(
     return card, {f"backbone.{n}": t for n, t in weights.items()} | {f"head.{n}": t for n, t in tensors.items()}
 
 
-def _head(learner: Learner, network: ExpertNetwork, classifier: str) -> tuple[str, dict[str, Tensor]]:
-    """The kind and the tensors of the last expert's head, of a network with the weights that
-    predict.
+def _head(learner: Learner, network: ExpertNetwork, classifier: str, expert: str) -> tuple[str, dict[str, Tensor]]:
+    """The kind and the tensors of a head that reads the last expert's feature or those of all, of a
+    network with the weights that predict.
     """
-    if classifier == "ncm":
-        means = learner.class_means()
-        if not means.known.any():
-            raise ExportError("the replay memory is empty, so no class has a mean; choose --classifier linear")
-        return "ncm", {"means": means.means[-1].contiguous(), "known": means.known}
-    module = getattr(network, f"classifier{network.experts}")
-    module = module.merged() if isinstance(module, CorrectedLinear) else module
-    kinds = {nn.Linear: "linear", CosineClassifier: "cosine"}
-    if type(module) not in kinds:
+    if classifier != "linear" and not learner.memory.filled:
+        raise ExportError("the replay memory is empty, so no class has a mean; choose --classifier linear")
+    if classifier in AVERAGED:
+        parts = [_head(learner, network, part, expert) for part in AVERAGED[classifier]]
+        if tuple(kind for kind, _ in parts) != AVERAGED[classifier]:
+            raise ExportError(f"a {parts[1][0]} head cannot be averaged with class means; wanted a linear one")
+        named = zip(("first", "second"), parts, strict=True)
+        tensors = {f"{place}.{name}": t for place, (_, part) in named for name, t in part.items()}
+        return classifier, tensors | {"known": learner.classifiers().known.clone()}
+    if classifier in OF_FEATURES:
+        fitted = learner.classifiers().fitted(classifier, joined=expert == "all")
+        if classifier == "ncm":
+            return "ncm", {"means": _beside(fitted.means, expert), "known": fitted.known}
+        bias = fitted.bias.mean(0) if expert.startswith("mean") else fitted.bias[-1]
+        return classifier, {"weight": _beside(fitted.weight, expert), "bias": bias.contiguous()}
+    modules = [getattr(network, f"classifier{e + 1}") for e in range(network.experts)]
+    modules = [m.merged() if isinstance(m, CorrectedLinear) else m for m in modules]
+    if all(type(m) is nn.Linear for m in modules):
+        chosen = slice(-1, None) if expert.isdigit() else slice(None)
+        weight = torch.cat([m.weight for m in modules[chosen]], 1).detach() / len(modules[chosen])
+        biases = torch.stack([m.bias for m in modules]).detach()
+        if classifier == "adjusted":
+            fitted = learner.classifiers()
+            biases = (biases - fitted.log_prior()).masked_fill(~fitted.known, -torch.inf).float()
+        return classifier, {"weight": weight, "bias": biases[chosen].mean(0)}
+    kind = type(modules[-1])
+    if kind is not CosineClassifier or classifier == "adjusted" or learner.config.options.test_mirror:
         raise ExportError(
-            f"the classifier of method {learner.config.method!r} is a {type(module).__name__}; wanted Linear or"
-            " CosineClassifier, or --classifier ncm, which needs neither"
+            f"the classifier of method {learner.config.method!r} is a {kind.__name__}; wanted Linear, or for linear"
+            " without test_mirror CosineClassifier, or --classifier ncm, which needs neither"
         )
-    kind = "scaled_cosine" if getattr(module, "learned_scale", False) else kinds[type(module)]
-    return kind, {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    tensors = {name: tensor.contiguous() for name, tensor in modules[-1].state_dict().items()}
+    return "scaled_cosine" if modules[-1].learned_scale else "cosine", tensors
+
+
+def _beside(of_experts: Tensor, expert: str) -> Tensor:
+    """What is multiplied with normalised features, [K, E * D], of [E, K, D]: the last expert's; all
+    of them for the mean of experts, of which the head divides once more by sqrt(E), when it
+    normalises all features.
+    """
+    if not expert.startswith("mean"):
+        return of_experts[-1].contiguous()
+    return of_experts.transpose(0, 1).flatten(1) / math.sqrt(len(of_experts))
 
 
 def _programs(classifier: Classifier, formats: Sequence[str]) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from mose_fast.integrations.images import Images
 from mose_fast.methods import create_learner
-from mose_fast.nn import classify
 from mose_fast.settings.run import ConfigError
 from mose_fast.train.loop import TrainingDiverged
 
@@ -70,11 +69,10 @@ class Adapter(nn.Module):
         learner, images = self.learner, self.images.raw(x)
         linear = self.training and not self._exact
         classifier, expert = learner.resolve_expert(*(("linear", "last") if linear else ()))
-        nearest = classifier == "ncm"
-        if not learner.seen or (nearest and not learner.memory.filled):
+        if not learner.seen or (classifier != "linear" and not learner.memory.filled):
             return torch.zeros(len(x), learner.classes, device=learner.device)
         if self.training:
-            labels = classify(*learner.outputs(images), learner.class_means() if nearest else None)[classifier][expert]
+            labels = learner.present_scores(images, classifier, expert).argmax(-1)
         else:
             # Other libraries switch gradients off, and some methods train here.
             with torch.enable_grad():

@@ -156,17 +156,18 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities of the classes, float64 ``[N, len(classes_)]``; they are not calibrated.
 
-        By the linear classifier, the softmax of the logits. The nearest-class-mean classifier,
-        which ``mose`` and ``scr`` have by default, knows distances alone: its probabilities are
-        those of Gaussians of variance 1 around the class means of normalised features, all classes
-        equally frequent. That is the softmax of -d**2 / 2, or of the cosine similarities. They
+        By the linear classifier, the softmax of the logits; by others, of their scores. The
+        nearest-class-mean classifier, which ``mose`` and ``scr`` have by default, knows distances
+        alone, as ``residual`` does: its probabilities are those of Gaussians of variance 1 around
+        the class means of normalised features, all classes equally frequent. That is the softmax of -d**2 / 2, or of the cosine similarities. They
         order the classes, but are close to each other: features are not negative, so that no class
         is more than e times as probable as another. Classes without an image in the memory have
         probability 0.
         """
         check_is_fitted(self)
         scores = self._scores(X).double()
-        return torch.softmax(scores / 2 if self.learner_.resolve_expert()[0] == "ncm" else scores, -1).numpy()
+        distances = self.learner_.resolve_expert()[0] in ("ncm", "residual")
+        return torch.softmax(scores / 2 if distances else scores, -1).numpy()
 
     def _scores(self, X: Any) -> Tensor:
         """``[N, len(classes_)]``, on the CPU: see :meth:`mose_fast.Learner.scores`."""

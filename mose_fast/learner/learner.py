@@ -25,16 +25,25 @@ from mose_fast.learner.planner import Planner
 from mose_fast.learner.returned import check_returned
 from mose_fast.learner.saved import class_of, parts, rebuilt, save_learner
 from mose_fast.memory import ReplayMemory
-from mose_fast.nn import CLASSIFIERS, MEAN_OF_EXPERTS, ClassMeans, Cost, ExpertNetwork
+from mose_fast.nn import (
+    MEAN_OF_EXPERTS,
+    OF_FEATURES,
+    Classifiers,
+    ClassMeans,
+    Cost,
+    ExpertNetwork,
+    names_of_experts,
+    with_mean,
+)
 from mose_fast.nn.kernels import choose_kernels
 from mose_fast.self_check import settle
 from mose_fast.settings.knob import plain
-from mose_fast.settings.run import ConfigError, RunConfig, near_matches, shown
+from mose_fast.settings.run import CLASSIFIERS, STANDARD, ConfigError, RunConfig, near_matches, shown
 
 K = TypeVar("K", Tensor, nn.Module)
 
 # Attributes whose tensors are saved by themselves or computed again.
-_OWN = ("data", "views", "_model", "_means", "_kept")
+_OWN = ("data", "views", "_model", "_classifiers", "_kept")
 
 # Images in a forward pass of an evaluation, unless the configuration has another number.
 _EVALUATION_BATCH = {"cpu": 256, "cuda": 2048}
@@ -84,6 +93,11 @@ class Learner(Planner):
         self.classes, self.image_size = stream["classes"], stream["image_size"]
         self.mean, self.std = stream["mean"], stream["std"]
         self.mirrored = stream["mirror_safe"] if config.options.mirror == "auto" else config.options.mirror == "on"
+        if config.options.test_mirror and not self.mirrored:
+            raise ConfigError(
+                "options.test_mirror is True, but mirroring changes the labels of this stream; wanted False, or"
+                " options.mirror 'on'"
+            )
         self.device = resolve_device(config.device)
         self.self_check = settle(self.device)
         self.precision = choose_precision(config.precision, self.device)
@@ -96,7 +110,7 @@ class Learner(Planner):
         self.data.kept = partial(self._kept.written, "plans")
         self.views = self._build_views()
         self.model = self.build_model()
-        self._means: ClassMeans | None = None
+        self._classifiers: Classifiers | None = None
         self._warned_missing = False
         self._warned_boundaries = False
 
@@ -249,18 +263,28 @@ class Learner(Planner):
             logits = logits.masked_fill(unseen.to(self.device), -torch.inf)
         return features, logits
 
-    def class_means(self, features: Tensor | None = None) -> ClassMeans:
-        """The class means of the current memory; computed once between two batches.
+    def test_outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What images are classified by: :meth:`outputs`, or with ``options.test_mirror`` the mean
+        of those of the images and of their mirrors. The mean is of features before they are
+        normalised, so that logits of linear heads remain those of the features.
+        """
+        if not self.config.options.test_mirror:
+            return self.outputs(x)
+        images, mirrors = self.outputs(x), self.outputs(x.flip(2))
+        return (images[0] + mirrors[0]) / 2, (images[1] + mirrors[1]) / 2
+
+    def classifiers(self, outputs: tuple[Tensor, Tensor] | None = None) -> Classifiers:
+        """The classifiers of the current memory; computed once between two batches.
 
         Args:
-            features: [E, filled, D], those of the memory's samples, if already computed.
+            outputs: :meth:`test_outputs` of the memory's samples, if already computed.
         """
-        if self._means is None:
+        if self._classifiers is None:
             filled = self.memory.filled
-            if features is None:
-                features = self.outputs(self.memory.images[:filled])[0]
-            self._means = ClassMeans(features, self.memory.labels[:filled], self.classes)
-            known = self._means.known.tolist()
+            features, logits = self.test_outputs(self.memory.images[:filled]) if outputs is None else outputs
+            labels, penalty = self.memory.labels[:filled], self.config.options.ridge_penalty
+            self._classifiers = Classifiers(features, logits, labels, ridge_penalty=penalty)
+            known = self._classifiers.known.tolist()
             missing = [c for c in sorted(self.seen) if not known[c]]
             if missing and filled and not self._warned_missing:
                 self._warned_missing = True
@@ -271,7 +295,11 @@ class Learner(Planner):
                     " once)",
                     stacklevel=2,
                 )
-        return self._means
+        return self._classifiers
+
+    def class_means(self) -> ClassMeans:
+        """The class means of the current memory."""
+        return self.classifiers().means
 
     def predict(self, x: Tensor | np.ndarray, classifier: str | None = None, expert: str | int | None = None) -> Tensor:
         """Predicts the labels of raw images among the classes seen so far: int64 [N], on the CPU.
@@ -284,27 +312,37 @@ class Learner(Planner):
 
         Args:
             x: uint8 [N, H, W, 3].
-            classifier: ``ncm`` | ``linear``; None: the configuration's.
-            expert: ``1`` ... | ``last`` | ``mean``, or a name of the results (``mean_distance``,
-                ``mean_logit``); None: the configuration's.
+            classifier: A name in :data:`mose_fast.settings.run.CLASSIFIERS`; None: the
+                configuration's.
+            expert: ``1`` ... | ``last`` | ``mean`` | ``all``, or a name of the results
+                (``mean_distance``, ``mean_logit``, ``mean_score``); None: the configuration's.
 
         Returns:
-            [N, K], on the device; the largest is predicted. ``ncm``: minus the squared distances
-            of normalised features to the class means, float64, -inf for a class without one.
-            ``linear``: logits, float32.
+            [N, K], on the device; the largest is predicted. ``linear``: logits, float32. All others
+            are float64, with -inf for a class without a sample in the memory. ``ncm`` and
+            ``residual``: minus squared distances to the class means. ``lda``: log posteriors, up to
+            a constant of the image.
 
         Raises:
             ValueError: Unusable images or names, no class was seen yet, or an empty memory with
-                ``ncm``.
+                another classifier than ``linear``.
         """
         x = self.data.check_images(x)
         classifier, expert = self.resolve_expert(classifier, expert)
         if not self.seen:
             raise ValueError("no class was seen yet, so there is none to predict; wanted observe() with a batch first")
         self.prepare_evaluation()
-        features, logits = self.outputs(x)
-        scores = logits if classifier == "linear" else -self.class_means().distances(features)
-        return scores.mean(0) if expert == MEAN_OF_EXPERTS[classifier] else scores[int(expert) - 1]
+        return self.present_scores(x, classifier, expert)
+
+    def present_scores(self, x: Tensor, classifier: str, expert: str) -> Tensor:
+        """:meth:`scores` of usable images by the network as it stands; names of the results."""
+        features, logits = self.test_outputs(x)
+        if classifier == "linear":
+            scores = with_mean(logits)
+        else:
+            scores = self.classifiers().scores(classifier, features, logits, joined=expert == "all")
+        # The only row there is, or the mean of experts, comes last.
+        return scores[int(expert) - 1 if expert.isdigit() else -1]
 
     def resolve_expert(self, classifier: str | None = None, expert: str | int | None = None) -> tuple[str, str]:
         """The results' names of this classifier and expert; None: those of the configuration."""
@@ -312,23 +350,31 @@ class Learner(Planner):
         classifier, expert = o.classifier if classifier is None else plain(classifier), plain(expert)
         if expert is None:
             expert = o.expert
-            if expert == "mean":
+            if expert == "mean" and classifier in STANDARD:
                 classifier = "ncm" if o.mean_of_experts == "distance" else "linear"
         expert = str(o.experts) if expert == "last" else str(expert)
         if classifier not in CLASSIFIERS:
             raise ValueError(f"classifier is {classifier!r}{near_matches(classifier, list(CLASSIFIERS))}")
-        mean = MEAN_OF_EXPERTS[classifier]
-        expert = mean if expert == "mean" else expert
-        known = [*(str(e + 1) for e in range(o.experts)), mean]
+        expert = MEAN_OF_EXPERTS[classifier] if expert == "mean" else expert
+        known = names_of_experts(classifier, o.experts, joined=True)
         if expert not in known:
             raise ValueError(
                 f"expert is {expert!r} for classifier {classifier!r}; known: last, mean, {', '.join(known)}"
             )
         return classifier, expert
 
+    def evaluated(self) -> dict[str, list[str]]:
+        """The results' names of the experts that evaluations report, by classifier."""
+        own, expert = self.resolve_expert()
+        every = self.config.classifiers == "all"
+        names = CLASSIFIERS if every else dict.fromkeys([*STANDARD, own])
+        return {name: names_of_experts(name, self.config.options.experts, every or expert == "all") for name in names}
+
     def costs(self) -> tuple[Cost, Cost]:
         """Parameters and multiply-accumulates an image, in training and for :meth:`predict`."""
-        return self.model.costs(self.image_size, deepest=self.resolve_expert() == ("ncm", str(self.network.experts)))
+        classifier, expert = self.resolve_expert()
+        deepest = classifier in OF_FEATURES and expert == str(self.network.experts)
+        return self.model.costs(self.image_size, deepest=deepest)
 
     # State
 
@@ -408,7 +454,7 @@ class Learner(Planner):
         self.data.load(values, part("memory/"))
         self._kept.load(part("kept/"))
         self.__dict__ |= {name: kept.value for name, kept in self._kept.items()}
-        self._means = None
+        self._classifiers = None
 
     def weights_hash(self) -> str:
         """SHA-256 of all weights and running statistics: equal hashes mean bit-equal networks."""

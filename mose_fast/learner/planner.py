@@ -18,7 +18,7 @@ from mose_fast.learner.latch import undone_if
 from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import PlannedStep, Prepared, ViewsToCome, WholeBatch
 from mose_fast.learner.returned import are_scalars, are_slots, check_returned
-from mose_fast.nn import ClassMeans, ExpertNetwork
+from mose_fast.nn import Classifiers, ExpertNetwork
 from mose_fast.ops.draws import Purpose, permutation
 from mose_fast.settings.knob import whole_number
 from mose_fast.settings.run import ConfigError, RunConfig
@@ -34,7 +34,7 @@ class Planner(MethodHooks):
 
     _kept: KeptValues
     _model: Model
-    _means: ClassMeans | None
+    _classifiers: Classifiers | None
     _warned_boundaries: bool
 
     @property
@@ -96,7 +96,7 @@ class Planner(MethodHooks):
         if getattr(self.config.options, "optimiser_per_task", False):
             self.model.forget_moments()
         self.data.ended = True
-        self._means = None
+        self._classifiers = None
 
     def observe(
         self,
@@ -197,7 +197,7 @@ class Planner(MethodHooks):
             inputs = inputs.complete(inputs.make())
         losses = (self.take_step if train_on is None else train_on)(inputs)
         self.data.steps += not self.model.latch.froze
-        self._means = None
+        self._classifiers = None
         return losses
 
     def take_step(self, inputs: Any) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ class Planner(MethodHooks):
     def undo(self, record: DataRecord) -> None:
         """Undoes the batch since a record of the data plane, except in the model."""
         self.data.undo(record)
-        self._means = None
+        self._classifiers = None
 
     def review(self) -> None:
         """One epoch over the memory, but for what is held out, in whole batches of ``buffer_batch``
@@ -266,7 +266,7 @@ class Planner(MethodHooks):
                 self.expect_boundaries(f"{count} of {self.classes} classes came in task {task}, the only one so far")
         if task != self.task:
             self.begin_task(task)
-        self._means = None
+        self._classifiers = None
         return data.receive(x, y, index)
 
     def _stored(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:

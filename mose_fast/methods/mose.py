@@ -135,15 +135,15 @@ class MoseOptions(ReplayOptions):
     # The classifier of predict()
     expert: str = knob(
         "last",
-        "expert that predict() uses: last | 1 ... experts | mean (over all experts)",
+        "expert that predict() uses: last | 1 ... experts | mean (over all experts) | all (their features together)",
         "paper: MOSE is the last expert, MOE-MOSE the mean",
-        pattern="last|mean|[1-8]",
-        wanted="last, mean, or an expert from 1 to 8",
+        pattern="last|mean|all|[1-8]",
+        wanted="last, mean, all, or an expert from 1 to 8",
         cost=False,
     )
     mean_of_experts: str = knob(
         "distance",
-        "what the mean of experts averages",
+        "what the mean of experts averages with classifier ncm or linear",
         "released: distance; paper 4.2: logits",
         choices={"distance": "squared, to class means", "logit": ""},
         cost=False,
@@ -155,6 +155,11 @@ class MoseOptions(ReplayOptions):
             value = getattr(self, name)
             if str(value).isdigit() and int(value) > self.experts:
                 raise ConfigError(f"options.{name} is {value!r}; wanted at most options.experts, {self.experts}")
+        if self.expert == "all" and (self.experts == 1 or self.classifier in ("linear", "adjusted")):
+            raise ConfigError(
+                f"options.expert is 'all' with options.classifier {self.classifier!r} and options.experts"
+                f" {self.experts}; wanted a classifier that reads features, and several experts"
+            )
         if self.cross_entropy == "off" and self.contrastive == "off":
             raise ConfigError(
                 "options.cross_entropy and options.contrastive are both 'off'; wanted at least one loss to train with"

@@ -24,7 +24,7 @@ class ScrOptions(BaselineOptions):
         doc="recipe of the second view",
     )
     classifier: str = BaselineOptions.again(
-        "classifier", "ncm", "SCR", choices={"ncm": "nearest class mean", "linear": "which is never trained"}
+        "classifier", "ncm", "SCR; it never trains the head that linear and adjusted read"
     )
     head: str = knob(
         "mlp", "projection", "SCR: mlp; MOSE repository: linear", choices={"mlp": "two layers", "linear": ""}

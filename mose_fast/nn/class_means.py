@@ -1,18 +1,10 @@
-"""Class means, and the predictions of all classifiers of all experts (docs/specification/mose.md
-section 7, paper section 5.1).
-"""
+"""Class means (docs/specification/mose.md section 7, paper section 5.1)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-#: What the mean of experts averages, by classifier: squared distances to class means, or logits.
-MEAN_OF_EXPERTS = {"ncm": "mean_distance", "linear": "mean_logit"}
-
-#: What classifies a feature: the nearest class mean, or the linear head.
-CLASSIFIERS = tuple(MEAN_OF_EXPERTS)
 
 
 class ClassMeans:
@@ -45,20 +37,20 @@ class ClassMeans:
         float64 [E, N, K], infinite for classes without a prototype. Raises ValueError if no class
         has one.
         """
+        self.check_filled()
+        return squared_distances(features, self.means, self.known)
+
+    def check_filled(self) -> None:
+        """Raises ValueError if no class has a prototype."""
         if not self._any_known:
             raise ValueError(
                 "the replay memory is empty, so no class has a mean; wanted at least one stored sample before"
                 " predicting"
             )
-        return squared_distances(features, self.means, self.known)
 
-    def predict(self, features: Tensor) -> Tensor:
-        """The labels that every expert predicts for ``features`` [E, N, D], and in a last row those
-        by the mean of their squared distances: int64 [E + 1, N]. Raises ValueError if no class has
-        a prototype.
-        """
-        distances = self.distances(features)
-        return torch.cat([distances, distances.mean(0, keepdim=True)]).argmin(-1)
+    def scores(self, features: Tensor) -> Tensor:
+        """Minus the :meth:`distances`."""
+        return -self.distances(features)
 
 
 def squared_distances(features: Tensor, means: Tensor, known: Tensor) -> Tensor:
@@ -70,18 +62,3 @@ def squared_distances(features: Tensor, means: Tensor, known: Tensor) -> Tensor:
     features, means = F.normalize(features.float(), dim=-1).double(), means.double()
     squares = features.square().sum(-1, keepdim=True) + means.square().sum(-1).unsqueeze(-2)
     return (squares - 2 * features @ means.transpose(-2, -1)).masked_fill(~known, float("inf"))
-
-
-def classify(features: Tensor, logits: Tensor, means: ClassMeans | None) -> dict[str, dict[str, Tensor]]:
-    """Predicts labels by every classifier and expert: ``{"ncm": {"1": ..., "mean_distance": ...},
-    "linear": {"1": ..., "mean_logit": ...}}``, int64 [N] each.
-
-    ``features`` are float [E, N, D], ``logits`` float [E, N, K]. ``means`` is None while the memory
-    is empty: ``ncm`` then predicts -1, no class.
-    """
-    experts = [str(e + 1) for e in range(len(features))]
-    logits = logits.float()
-    linear = torch.cat([logits, logits.mean(0, keepdim=True)]).argmax(-1)
-    nearest = torch.full_like(linear, -1) if means is None else means.predict(features)
-    rows = {"ncm": nearest, "linear": linear}
-    return {c: dict(zip([*experts, MEAN_OF_EXPERTS[c]], rows[c].unbind(0), strict=True)) for c in CLASSIFIERS}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mose_fast import evaluate
 from mose_fast.learner.named_settings import dotted, telling_apart
+from mose_fast.nn import MEAN_OF_EXPERTS
 from mose_fast.output import readable
 from mose_fast.present import published
 from mose_fast.present.statistics import Summary, summarise
@@ -38,13 +39,15 @@ class Skipped(NamedTuple):
 
 
 class View(NamedTuple):
-    """A classifier of a run: ``ncm`` or ``linear``, and the expert as results name it."""
+    """A classifier of a run and the expert, as results name them."""
 
     classifier: str
     expert: str
 
     def __str__(self) -> str:
-        kind = "NCM" if self.classifier == "ncm" else "linear"
+        kind = "NCM" if self.classifier == "ncm" else self.classifier.replace("_", " + ")
+        if self.expert == "all":
+            return f"{kind}, all experts' features"
         return f"{kind}, mean of experts" if self.expert.startswith("mean") else f"{kind}, expert {self.expert}"
 
 
@@ -157,7 +160,7 @@ class Group:
 
     @property
     def experts(self) -> int:
-        return sum(v.classifier == "ncm" for v in self.first.final) - 1
+        return sum(v.classifier == "ncm" and v.expert.isdigit() for v in self.first.final)
 
     @property
     def last(self) -> str:
@@ -166,7 +169,7 @@ class Group:
     @property
     def mean(self) -> str | None:
         """Name of the mean of experts; None if there is only one expert."""
-        return {"ncm": "mean_distance", "linear": "mean_logit"}[self.view.classifier] if self.experts > 1 else None
+        return MEAN_OF_EXPERTS[self.view.classifier] if self.experts > 1 else None
 
     @cached_property
     def acc(self) -> Summary:

@@ -161,7 +161,7 @@ def _tasks(groups: Sequence[Group]) -> Table:
 def _by_task(g: Group) -> dict[str, list[float]]:
     """Means over the seeds in percent by expert, for each of T tasks and over all of them."""
     kind = g.view.classifier
-    single = [v for v in g.first.final if v.classifier == kind and not v.expert.startswith("mean")]
+    single = [v for v in g.first.final if v.classifier == kind and v.expert.isdigit()]
     columns = {f"E{v.expert}": np.array([run.final[v] for run in g.runs]) for v in single}
     if g.mean:
         columns["MAX"] = np.max(list(columns.values()), axis=0)

@@ -12,15 +12,18 @@ import numpy as np
 
 from mose_fast.evaluate import running_accuracy
 from mose_fast.output import readable
+from mose_fast.settings.run import STANDARD
 
 # Okabe-Ito colours can be distinguished by colour-blind readers, markers in print.
 _COLOURS = ("#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#999999")
 _MARKERS = "osD^vP*X"
+_LABELS = {"mean": "mean of experts", "all": "all experts' features"}
 
 
 def accuracy_figure(results: dict[str, Any]) -> bytes:
     """Draws, as a PNG, the mean accuracy over the tasks seen so far against the tasks, for every
-    expert and their mean, with one panel for each classifier. Without task boundaries, it is the
+    expert and their mean, with one panel each for class means, linear heads and the classifier of
+    ``predict()``. Without task boundaries, it is the
     accuracy on the classes seen against the images seen.
     """
     config = results["config"]
@@ -42,15 +45,17 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
     evaluated = results["evaluated_after"]
     points = results["evaluation_points"]
     ticks = np.array(evaluated) + 1 if points is None else np.array(points["images_seen"])
-    figure = Figure(figsize=(10.2, 3.8), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, (classifier, panel) in zip(axes, (("ncm", "nearest class mean"), ("linear", "linear")), strict=True):
+    own = results["resolved"]["classifier"]
+    panels = {own: own} | {"ncm": "nearest class mean", "linear": "linear"}
+    figure = Figure(figsize=(5.1 * len(panels), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True)
+    for axis, classifier in zip(axes, sorted(panels, key=[*STANDARD, own].index), strict=True):
         for i, (expert, matrix) in enumerate(results["accuracy"][classifier].items()):
             mean = expert.startswith("mean")
             axis.plot(
                 ticks,
                 100 * running_accuracy(matrix)[evaluated],
-                label="mean of experts" if mean else f"expert {expert}",
+                label=_LABELS.get(expert.partition("_")[0], f"expert {expert}"),
                 color="black" if mean else _COLOURS[i % len(_COLOURS)],
                 linestyle="--" if mean else "-",
                 marker=_MARKERS[i % len(_MARKERS)],
@@ -59,7 +64,7 @@ def _drawn(results: dict[str, Any], title: str) -> bytes:
             )
         seen = np.cumsum([len(t) for t in results["tasks"]])[evaluated] if points is None else points["classes_seen"]
         axis.plot(ticks, 100 / np.array(seen), color="0.6", linewidth=1, linestyle=":", label="chance")
-        axis.set(title=panel, xlabel="tasks seen" if points is None else "images seen")
+        axis.set(title=panels[classifier], xlabel="tasks seen" if points is None else "images seen")
         if len(ticks) <= 20 and points is None:
             axis.set_xticks(ticks)
         axis.grid(alpha=0.3, linewidth=0.5)

@@ -24,9 +24,9 @@ from mose_fast.threads import crowding
 # for the losses and always shows batches a second.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
-# More tasks than this do not fit into 100 columns. The table then shows the mean, the newest task
-# and the worst old task.
-_TASK_COLUMNS = 10
+# Columns of the table of accuracies. Where not all tasks fit, it shows the mean, the newest task and
+# the worst old task.
+_COLUMNS = 100
 
 # A terminal of at least this width has room for every loss beside their sum.
 _WIDE = 150
@@ -131,19 +131,20 @@ def accuracy_table(
         test: Accuracy in [0, 1] by classifier, expert and task seen.
         what: ``part`` for a stream without task boundaries: its accuracies are of the classes seen.
     """
-    many = tasks > _TASK_COLUMNS
+    width = max(map(len, test))
+    many = width + 22 + sum(map(_width, range(tasks))) > _COLUMNS
     columns = f"{f'task {task + 1}':>10}{'worst old task':>19}"
     if not many:
         columns = "".join(f"{f'task {t + 1}':>{_width(t)}}" for t in range(task + 1))
     of, mean = ("", "mean") if what == "task" else (" on the classes seen", "all")
     lines = [
         f"\naccuracy in percent{of} after {what} {task + 1} of {tasks}; * is what predict() uses",
-        f"  {'':<6} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
+        f"  {'':<{width}} {'expert':<13}{mean:>6}{columns if what == 'task' else ''}",
     ]
     for classifier, experts in test.items():
         for expert, row in shown_experts(experts, classifier, main):
             mark = "*" if (classifier, expert) == main else " "
-            line = f"{mark} {classifier:<6} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
+            line = f"{mark} {classifier:<{width}} {expert:<13}{100 * sum(row) / len(row):>6.1f}"
             lines.append(line + (_by_task(row, many) if what == "task" else ""))
     return "\n".join(lines)
 

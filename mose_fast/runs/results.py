@@ -25,7 +25,7 @@ from mose_fast.methods import Learner
 from mose_fast.runs.clock import Clock
 from mose_fast.runs.files import IN_EVERY_CONFIG, resume_advice, write_atomically
 from mose_fast.settings.knob import Declared, settings_of
-from mose_fast.settings.run import RunConfig, StreamConfig
+from mose_fast.settings.run import CLASSIFIERS, RunConfig, StreamConfig
 from mose_fast.streams import Stream
 
 #: Version of the format of ``results.json``.
@@ -46,6 +46,7 @@ def schema() -> dict[str, Any]:
     for name, setting in settings_of(RunConfig).items():
         if "auto" in (setting.choices or ()):
             resolved[name]["enum"] += [choice for choice in setting.choices if choice != "auto"]
+    resolved["classifier"]["enum"] = schema["$defs"]["by_classifier"]["propertyNames"]["enum"] = list(CLASSIFIERS)
     tables = {"stream": _table(StreamConfig, {}, {"name"}), "options": {"$ref": "#/$defs/options"}}
     schema["$defs"]["config"] = _table(RunConfig, tables, IN_EVERY_CONFIG)
     return schema

@@ -101,7 +101,7 @@ COLUMNS: dict[str, Column] = {
     "seed": Column(int, "seed", "config.seed"),
     "precision": Column(str, "precision", compared="made"),
     "kernels": Column(str | None, "kind of kernels, None if unknown", "resolved.kernels", compared="made"),
-    "classifier": Column(str, "classifier of predict(), ncm or linear", "resolved.classifier"),
+    "classifier": Column(str, "classifier of predict()", "resolved.classifier"),
     "expert": Column(str, "expert of predict(), as in results.json", "resolved.expert"),
     "acc": Column(float, "ACC"),
     "af_paper": Column(float | None, "AF of the paper, None without an evaluation after every task"),

@@ -230,6 +230,21 @@ REPLAY_FROM = {"all": "", "others": "every task but the current"}
 CURRENT_CLASSES = {"seen": "those seen so far in it", "task": "all of it, known at its start"}
 
 
+#: What classifies (docs/specification/mose.md section 7); the :data:`STANDARD` ones are always
+#: evaluated.
+CLASSIFIERS = {
+    "ncm": "nearest class mean",
+    "linear": "",
+    "lda": "linear discriminant analysis",
+    "ridge": "regression",
+    "residual": "neighbours' residuals",
+    "adjusted": "linear, less its prior",
+    "ncm_linear": "mean",
+    "lda_adjusted": "mean",
+}
+STANDARD = ("ncm", "linear")
+
+
 @documented
 @dataclass(frozen=True)
 class MethodOptions(Declared):
@@ -282,11 +297,12 @@ class MethodOptions(Declared):
     beta1: float = knob(0.9, "first moment's decay", "released (PyTorch's default)", low=0, below=1)
     beta2: float = knob(0.999, "second moment's decay", "released (PyTorch's default)", low=0, below=1)
     eps: float = knob(1e-8, "Adam's epsilon", "released (PyTorch's default)", above=0)
-    classifier: str = knob(
-        "ncm",
-        "what predict() classifies by",
-        "paper 5.1; released",
-        choices={"ncm": "nearest class mean", "linear": ""},
+    classifier: str = knob("ncm", "what predict() classifies by", "paper 5.1; released", choices=CLASSIFIERS)
+    ridge_penalty: float = knob(
+        0.1, "ridge: penalty, relative to the mean eigenvalue of the features' scatter", "choice", above=0, cost=False
+    )
+    test_mirror: bool = knob(
+        False, "evaluation averages features and logits of each image and its mirror: a second forward pass", "choice"
     )
 
     def __post_init__(self) -> None:
@@ -546,6 +562,14 @@ class RunConfig(Declared):
     anytime_images: int = _execution(256, "images of such an evaluation, fixed, of the classes seen so far", low=1)
     anytime_stored: int | None = _execution(
         10, "stored images of a class that its mean is computed from between task ends", low=1, none="all"
+    )
+    classifiers: str = _execution(
+        "standard",
+        "classifiers that are evaluated",
+        choices={
+            "standard": "ncm, linear and options.classifier",
+            "all": "every one, also of all experts' features together; no further forward pass",
+        },
     )
     tuned: str | None = _bookkeeping(
         None, "on what the settings were chosen, which mose-fast tune notes in its best.toml", none="nothing is noted"

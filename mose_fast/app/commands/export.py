@@ -22,7 +22,10 @@ def add(commands: argparse._SubParsersAction) -> None:
     export.add_argument(
         "--format", metavar="F1,F2", default="safetensors", help="any of safetensors, onnx, torch [safetensors]"
     )
-    export.add_argument("--classifier", metavar="NAME", help="last expert's classifier: ncm or linear [the run's own]")
+    export.add_argument("--classifier", metavar="NAME", help="what classifies: ncm, linear, lda, ... [the run's own]")
+    export.add_argument(
+        "--expert", metavar="NAME", help="last, mean or all [last with --classifier, else the run's own]"
+    )
     export.add_argument("--overwrite", action="store_true", help="replace an earlier export in the folder")
 
 
@@ -36,15 +39,17 @@ def _act(arguments: argparse.Namespace) -> int:
         arguments.out,
         formats=arguments.format.split(","),
         classifier=arguments.classifier,
+        expert=arguments.expert,
         overwrite=arguments.overwrite,
     )
     card = json.loads((folder / CARD).read_text(encoding="utf-8"))
     parameters, sizes = card["parameters"], card["bytes"]
     head = "class means" if card["head"] == "ncm" else f"{card['head']} head"
+    evaluated = card["accuracy"] is not None
+    accuracy = f"{100 * card['accuracy']:.1f} % (ACC of the run)" if evaluated else "not evaluated in the run"
     print(
         f"backbone  {parameters['backbone']:,} parameters, {sizes['backbone']:,} bytes; {head} of"
-        f" {len(card['class_order'])} classes, {sizes['head']:,} bytes\naccuracy  {100 * card['accuracy']:.1f} % (ACC"
-        " of the run)"
+        f" {len(card['class_order'])} classes, {sizes['head']:,} bytes\naccuracy  {accuracy}"
     )
     for name in (*card["files"], CARD):
         print(folder / name)

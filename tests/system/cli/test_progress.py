@@ -33,6 +33,13 @@ def test_table_fits_a_hundred_columns(tasks, experts):
     assert len(lines) == 3 + 2 * (experts + 1 if experts > 1 else 1)
 
 
+def test_table_with_a_longer_name_keeps_its_columns():
+    test = accuracies(10) | {"lda_adjusted": {"mean_score": [1.0] * 10}}
+    rows = accuracy_table(test, 9, 10, ("lda_adjusted", "mean_score")).splitlines()[2:]
+    assert len({len(row) for row in rows}) == 1
+    assert max(map(len, rows)) <= 100
+
+
 def test_table_shows_every_task_and_the_mean():
     table = accuracy_table({"ncm": {"1": [0.5, 0.25, 1.0]}}, 2, 5, ("ncm", "1"))
     assert "after task 3 of 5" in table

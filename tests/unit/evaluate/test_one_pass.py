@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from mose_fast.evaluate import evaluate_learner
-from mose_fast.learner.model import padded_size
+from mose_fast.learner.model import Model, padded_size
 from mose_fast.methods import create_learner
 from mose_fast.streams import from_arrays
 
@@ -128,6 +128,40 @@ def test_equals_a_loop_over_single_images(stream, seen, classifier):
     assert set(test["linear"]) == {"1", "2", "3", "4", "mean_logit"}
     # The comparison would be empty if every classifier did the same.
     assert len({tuple(row) for row in test["ncm"].values()}) > 1
+
+
+def test_every_classifier_takes_one_pass(stream, monkeypatch):
+    """Images that pass the network: the memory's and those of the tasks; mirrors once more."""
+    options = {"buffer_batch": 8}
+    usual = trained(stream, tasks=2)
+    every = trained(stream, tasks=2, classifiers="all")
+    mirrored = trained(stream, tasks=2, options={**options, "classifier": "lda", "expert": "all", "test_mirror": True})
+    passed = Counter()
+    forward = Model.outputs
+
+    def counted(model, x, after_part):
+        passed[model] += len(x)
+        return forward(model, x, after_part)
+
+    monkeypatch.setattr(Model, "outputs", counted)
+    found = [evaluate_learner(learner, stream, 1) for learner in (usual, every, mirrored)]
+    images = usual.memory.filled + 4 * 11
+    assert [passed[learner.model] for learner in (usual, every, mirrored)] == [images, images, 2 * images]
+    assert [*found[0].test] == ["ncm", "linear"] and [*found[2].test] == ["ncm", "linear", "lda"]
+    assert {name: [*rows] for name, rows in found[1].test.items()} == every.evaluated()
+    assert [*found[1].test["lda"]] == ["1", "2", "3", "4", "mean_score", "all"]
+    assert [*found[1].test["adjusted"]] == ["1", "2", "3", "4", "mean_score"]
+    assert [*found[2].test["ncm"]] == ["1", "2", "3", "4", "mean_distance", "all"]
+    for kind in ("test", "buffer"):
+        usually, all_of_them = getattr(found[0], kind), getattr(found[1], kind)
+        for name, rows in usually.items():
+            assert {expert: all_of_them[name][expert] for expert in rows} == rows
+    assert sum(found[2].confusion[0]) == 22
+    monkeypatch.undo()
+    # The memory's outputs that served are those of predict().
+    right = every.predict(stream.x_test, "lda_adjusted", "all") == stream.y_test
+    rows = [stream.test_rows(task) for task in range(2)]
+    assert found[1].test["lda_adjusted"]["all"] == [float(right[r].double().mean()) for r in rows]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ use.
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from PIL import Image
 from mose_fast import streams, train
 from mose_fast.app.cli import main
 from mose_fast.export import Classifier, DeployedNetwork, ExportError, classify_files, export_run
-from mose_fast.export.from_run import restore
+from mose_fast.export.from_run import _programs, restore
 from mose_fast.methods import METHODS
 from mose_fast.runs.files import LOCK
 from mose_fast.settings.run import RunConfig
@@ -158,6 +159,47 @@ def test_files_are_resized_as_in_training(tmp_path):
         Classifier(classifier.card | {"resize": 32}, {})
 
 
+@pytest.mark.parametrize(
+    ("classifier", "expert"),
+    [
+        *itertools.product(("ncm", "lda", "ridge", "ncm_linear", "lda_adjusted"), ("last", "mean", "all")),
+        *itertools.product(("linear", "adjusted"), ("last", "mean")),
+    ],
+)
+def test_every_classifier_is_exported(finished, tmp_path, classifier, expert):
+    run = finished(test_mirror=True, mirror="on")
+    found = Classifier.load(export_run(run.folder, tmp_path, classifier=classifier, expert=expert))
+    assert found.card["accuracy"] == run.results["acc"].get(classifier, {}).get(found.card["expert"])
+    predicted = found.predict(run.stream.x_test)
+    wanted = run.learner.scores(run.stream.x_test, classifier, expert)
+    same = -predicted.scores if classifier == "ncm" else predicted.scores
+    torch.testing.assert_close(same.double(), wanted.double(), rtol=1e-4, atol=1e-3)
+    assert (predicted.head_index == wanted.argmax(-1)).double().mean() > 0.99
+
+
+class _Pixels(torch.nn.Module):
+    """In place of the backbone, whose conversion to ONNX takes long."""
+
+    def features(self, x):
+        flat = x.flatten(1)
+        return torch.stack([flat[:, e : e + 16].abs() for e in range(4)])
+
+
+@pytest.mark.slow
+def test_all_experts_with_mirrors_in_onnx(finished, tmp_path):
+    pytest.importorskip("onnxscript")
+    run = finished(test_mirror=True, mirror="on")
+    classifier = Classifier.load(export_run(run.folder, tmp_path, classifier="lda_adjusted", expert="all"))
+    classifier.network.backbone = _Pixels()
+    (tmp_path / "model.onnx").write_bytes(_programs(classifier, ["onnx"])["model.onnx"])
+    images = run.stream.x_test[:32]
+    wanted = classifier.predict(images)
+    head_index, _, scores = _onnx_program(tmp_path, "logits")(images)
+    torch.testing.assert_close(scores, wanted.scores, rtol=1e-4, atol=1e-4)
+    assert torch.equal(head_index, wanted.head_index)
+    assert not torch.equal(scores, classifier.predict(images[:16].flip(2).repeat(2, 1, 1, 1)).scores)
+
+
 def test_any_method_exports_class_means(finished, tmp_path):
     run = finished("er")
     found = Classifier.load(export_run(run.folder, tmp_path, classifier="ncm")).predict(run.stream.x_test)
@@ -192,10 +234,10 @@ def _torch_program(folder):
     return torch.export.load(folder / "model.pt2").module()
 
 
-def _onnx_program(folder):
+def _onnx_program(folder, scores="distances"):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession((folder / "model.onnx").read_bytes(), providers=["CPUExecutionProvider"])
-    assert [output.name for output in session.get_outputs()] == ["head_index", "label", "distances"]
+    assert [output.name for output in session.get_outputs()] == ["head_index", "label", scores]
     return lambda images: map(torch.from_numpy, session.run(None, {"images": images.numpy()}))
 
 
@@ -370,13 +412,20 @@ def test_a_file_is_no_folder(finished, exported, capsys):
     assert f"{card} is a file; wanted the folder of an export" in capsys.readouterr().err
 
 
-def test_a_run_that_predicts_by_another_expert_must_choose(finished, tmp_path):
-    run = finished(expert="mean")
-    with pytest.raises(
-        ExportError, match=r"by ncm of expert mean_distance.*the last expert, 4, alone.*--classifier ncm or linear"
-    ):
-        export_run(run.folder, tmp_path)
+def test_inner_experts_and_stored_samples_are_refused(finished, tmp_path):
+    run = finished()
+    with pytest.raises(ExportError, match=r"by ncm of expert 2; an export holds neither .*--classifier and --expert"):
+        export_run(run.folder, tmp_path, expert=2)
+    with pytest.raises(ExportError, match="by residual of expert 4; an export holds neither stored samples"):
+        export_run(run.folder, tmp_path, classifier="residual")
+    with pytest.raises(ExportError, match="expert is 'all' for classifier 'linear'; known: last, mean"):
+        export_run(run.folder, tmp_path, classifier="linear", expert="all")
     assert Classifier.load(export_run(run.folder, tmp_path, classifier="linear")).card["head"] == "linear"
+
+
+def test_a_cosine_head_is_not_averaged(finished, tmp_path):
+    with pytest.raises(ExportError, match="a cosine head cannot be averaged with class means"):
+        export_run(finished("er-aml").folder, tmp_path, classifier="ncm_linear")
 
 
 def test_missing_onnx_is_told_with_its_remedy(finished, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 
 from mose_fast.methods import Mose, create_learner
 from mose_fast.methods.mose import Composition, StepPlan
+from mose_fast.nn import ClassMeans
 from mose_fast.settings.run import ConfigError, RunConfig
 from tests.paths import GOLDEN
 
@@ -226,10 +227,33 @@ def test_names_of_classifiers_and_experts():
         classes=4, image_size=(8, 8), preset="paper", width=2, memory=100, options={"expert": "mean"}
     )
     assert mean_paper.resolve_expert() == ("linear", "mean_logit")
+    assert mose.resolve_expert("lda", "mean") == ("lda", "mean_score")
+    assert mose.resolve_expert("ridge", "all") == ("ridge", "all")
+    assert learner(options={"expert": "mean", "classifier": "lda"}).resolve_expert() == ("lda", "mean_score")
     with pytest.raises(ValueError, match="did you mean 'linear'"):
         mose.resolve_expert("linaer")
+    with pytest.raises(ValueError, match="'all' for classifier 'adjusted'; known: last, mean, 1, 2, 3, 4, mean_score"):
+        mose.resolve_expert("adjusted", "all")
+    with pytest.raises(ConfigError, match=r"options\.expert is 'all' with options\.classifier 'linear'"):
+        learner(options={"expert": "all", "classifier": "linear"})
     with pytest.raises(ValueError, match="expert is '5'"):
         mose.resolve_expert("ncm", 5)
+
+
+def test_mirrors_are_averaged_before_features_are_normalised():
+    x, y = batch([0, 1, 2] * 4)
+    usual, mirrored = learner(), learner(options={"test_mirror": True})
+    for mose in (usual, mirrored):
+        mose.observe(x, y, task=0)
+        mose.observe(x, y, task=0)
+    assert usual.weights_hash() == mirrored.weights_hash(), "training knows no mirrors"
+    (features, logits), (others, their_logits) = usual.outputs(x), usual.outputs(x.flip(2))
+    stored = usual.outputs(usual.memory.images[:24])[0] + usual.outputs(usual.memory.images[:24].flip(2))[0]
+    means = ClassMeans(stored, usual.memory.labels[:24], usual.classes)
+    torch.testing.assert_close(mirrored.scores(x, "linear"), ((logits + their_logits) / 2)[-1])
+    torch.testing.assert_close(mirrored.scores(x, "ncm"), means.scores(features + others)[-1], rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="test_mirror is True, but mirroring changes the labels"):
+        learner(options={"test_mirror": True, "mirror": "off"})
 
 
 # State

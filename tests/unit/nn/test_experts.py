@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mose_fast.methods.mose import MOSE_PRESETS, MoseOptions
-from mose_fast.nn import BRANCH_POINTS, ClassMeans, ExpertNetwork, classify, count_cost
+from mose_fast.nn import BRANCH_POINTS, Classifiers, ClassMeans, ExpertNetwork, classify, count_cost, names_of_experts
 from mose_fast.nn.backbone import PointwiseConv2d
 from tests.paths import ROOT
 
@@ -146,9 +146,8 @@ def test_class_means_by_hand():
     distances = means.distances(queries)[0]
     assert distances[0, 0].item() == pytest.approx(2 - 2 * 3 / 10**0.5)
     assert distances[:, 1].isinf().all()
-    predictions = means.predict(queries)
-    assert predictions.shape == (2, 3)
-    assert predictions[0, :2].tolist() == [0, 2]
+    predictions = means.scores(queries)[0].argmax(-1)
+    assert predictions[:2].tolist() == [0, 2]
     assert not (predictions == 1).any()
 
 
@@ -178,10 +177,11 @@ def test_class_means_are_those_of_float64_and_add_in_a_fixed_order():
 def test_mean_of_experts_averages_distances_and_logits():
     """Expert 1 slightly prefers class 0, expert 2 strongly class 1: the mean follows expert 2."""
     memory = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]] * 2)
-    means = ClassMeans(memory, torch.tensor([0, 1]), 2)
+    fitted = Classifiers(memory, torch.zeros(2, 2, 2), torch.tensor([0, 1]), ridge_penalty=1.0)
     features = torch.tensor([[[1.0, 0.9]], [[0.0, 1.0]]])
     logits = torch.tensor([[[0.1, 0.0]], [[0.0, 3.0]]])
-    predicted = classify(features, logits, means)
+    names = {name: names_of_experts(name, 2, joined=False) for name in ("ncm", "linear")}
+    predicted = classify(features, logits, fitted, names)
     assert {c: {e: p.tolist() for e, p in experts.items()} for c, experts in predicted.items()} == {
         "ncm": {"1": [0], "2": [1], "mean_distance": [1]},
         "linear": {"1": [0], "2": [1], "mean_logit": [1]},
@@ -193,7 +193,7 @@ def test_class_means_refuse_labels_beyond_the_classes_and_an_empty_memory():
         ClassMeans(torch.rand(1, 2, 4), torch.tensor([0, 3]), 3)
     empty = ClassMeans(torch.empty(1, 0, 4), torch.empty(0, dtype=torch.int64), 3)
     with pytest.raises(ValueError, match="memory is empty"):
-        empty.predict(torch.rand(1, 2, 4))
+        empty.distances(torch.rand(1, 2, 4))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ def results(stream="digits", experts=4):
     accuracy = dict(zip(names, rows, strict=True))
     return {
         "accuracy": {"ncm": accuracy, "linear": {n.replace("distance", "logit"): m for n, m in accuracy.items()}},
+        "resolved": {"classifier": "ncm"},
         "evaluated_after": list(range(5)),
         "evaluation_points": None,
         "tasks": [[2 * t, 2 * t + 1] for t in range(5)],

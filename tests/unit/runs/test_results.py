@@ -82,7 +82,12 @@ def test_results_fit_the_schema(finished, joint):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"options": {"experts": 1}}, {"options": {"experts": 8}, "epochs": 2}, {"preset": "paper"}]
+    "settings",
+    [
+        {"options": {"experts": 1}, "classifiers": "all"},
+        {"options": {"experts": 8, "classifier": "lda", "expert": "all"}, "epochs": 2},
+        {"preset": "paper", "classifiers": "all"},
+    ],
 )
 def test_results_of_other_settings_fit_the_schema(settings):
     stream = {"name": "digits", "tasks": 1, "limit_per_task": 20, "class_order_seed": 3}
@@ -121,6 +126,7 @@ def damaged(results):
                 damage([matrices, "linear", "mean_distance"], results[matrices]["linear"]["1"]),
             )
             yield f"{matrices} of another classifier", damage([matrices, "knn"], results[matrices]["ncm"])
+        yield f"{matrices} of lda by distances", damage([matrices, "lda"], results[matrices]["ncm"])
         yield "accuracy unknown", damage(["accuracy", "ncm", "4", 0, 0], None)
         yield "acc above 1", damage(["acc", "ncm", "4"], 1.01)
         yield "forgetting below 0", damage(["af_released", "ncm", "4"], -0.1)

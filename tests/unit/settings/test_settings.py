@@ -35,6 +35,7 @@ EXECUTION = {
     "evaluate_every": 5,
     "anytime_images": 5,
     "anytime_stored": 5,
+    "classifiers": "all",
 }
 DATA = {"stream.fingerprint": "0123456789abcdef"}
 OTHERS = {"memory": 500, "width": 8, "epochs": 2, "stream.name": "split-mnist", "options.lr": 0.5, "init_seed": 3}
