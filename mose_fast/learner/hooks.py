@@ -67,8 +67,8 @@ class MethodHooks(ABC):
     needs_boundaries: ClassVar[str] = ""
 
     #: Whether predictions leave out classes that have not come yet; for methods whose losses never
-    #: push the logits of such classes down.
-    hides_unseen: ClassVar[bool] = False
+    #: push the logits of such classes down; the option ``logit_adjustment`` makes it True.
+    hides_unseen: bool = False
 
     #: What the method does if the whole stream is one task, as the end of a sentence about it; the
     #: key is a switch and its value that needs task boundaries. docs/methods.md lists these, and a

@@ -22,6 +22,7 @@ from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
+from mose_fast.losses import label_counts
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
@@ -100,9 +101,12 @@ REPLAY_LOSSES = {
 }
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
-    return F.cross_entropy(logits.float(), labels)
+def cross_entropy(logits: Tensor, labels: Tensor, adjustment: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy over all classes in float32, whatever precision the network ran in;
+    ``adjustment``, float32 [K], is added to the logits [N, K].
+    """
+    logits = logits.float()
+    return F.cross_entropy(logits if adjustment is None else logits + adjustment, labels)
 
 
 def _with_views(views: Tensor, inputs: Inputs) -> Inputs:
@@ -332,19 +336,45 @@ class ReplayLearner(Learner):
         """
 
         def term(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-            return cross_entropy(logits, labels) if mask is None else masked_cross_entropy(logits, labels, mask)
+            if mask is not None:
+                return masked_cross_entropy(logits, labels, mask)
+            return cross_entropy(logits, labels, adjustment)
 
         pooled = getattr(self.config.options, "replay_loss", "two_means") == "one_mean"
         if pooled and len(classes) < 2:
+            adjustment = self.adjustment((rows.labels, 1.0))
             return {"cross_entropy": term(outputs.logits, rows.labels, *classes)}
         masks = classes if len(classes) == 2 else 2 * (classes or (None,))
-        parts = zip(outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), masks, strict=True)
+        sets = rows.labels.split(rows.sizes)
+        adjustment = self.adjustment(
+            *(
+                (labels, len(labels) if pooled else 1.0)
+                for labels, mask in zip(sets, masks, strict=True)
+                if mask is None
+            )
+        )
+        parts = zip(outputs.logits.split(rows.sizes), sets, masks, strict=True)
         terms = {}
         for name, (logits, labels, mask) in zip(("incoming", "replayed"), parts, strict=True):
             if len(labels):
                 mean = term(logits, labels, mask)
                 terms[name] = len(labels) / len(rows.labels) * mean if pooled else mean
         return terms
+
+    def adjustment(self, *sets: tuple[Tensor, float]) -> Tensor | None:
+        """What the option ``logit_adjustment`` adds to the logits of rows whose cross-entropy is
+        over all classes: that number times the log of each class's share of the rows' weight in the
+        loss, float32 [K], up to a constant; -inf for a class without rows. None where it is 0.
+
+        Args:
+            sets: Labels int64 [n] of each set of such rows, and the weight of its mean.
+        """
+        tau = getattr(self.config.options, "logit_adjustment", 0)
+        filled = [(labels, weight) for labels, weight in sets if len(labels)]
+        if not tau or not filled:
+            return None
+        shares = [weight / len(labels) * label_counts(labels, self.classes) for labels, weight in filled]
+        return tau * torch.stack(shares).sum(0).log()
 
     # The end of a task
 

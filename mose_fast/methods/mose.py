@@ -25,8 +25,8 @@ from mose_fast.settings.run import (
     CONTRASTIVE_TEMPERATURES,
     CURRENT_CLASSES,
     REPLAY_FROM,
+    BeyondOptions,
     ConfigError,
-    ReplayOptions,
     RunConfig,
 )
 
@@ -35,7 +35,7 @@ _PARTS = ("contrastive", "cross_entropy", "distillation")
 
 @documented
 @dataclass(frozen=True)
-class MoseOptions(ReplayOptions):
+class MoseOptions(BeyondOptions):
     """Every switch of MOSE; defaults: preset ``released``; paper: :data:`MOSE_PRESETS`."""
 
     # The network

@@ -327,6 +327,19 @@ class ReplayOptions(MethodOptions):
     )
 
 
+@documented
+@dataclass(frozen=True)
+class BeyondOptions(ReplayOptions):
+    """Switches that go beyond what the methods' papers do."""
+
+    logit_adjustment: float = knob(
+        0.0,
+        "weight of the log of the classes' shares that cross-entropies over all classes add to the logits; 0: none",
+        "ER-LAS, Huang et al., TMLR 2024: 1, over the rows of one step",
+        low=0,
+    )
+
+
 class MethodSettings(NamedTuple):
     """A method's type of options, and by preset what differs from their defaults."""
 
