@@ -4,7 +4,7 @@ pass (docs/specification/baselines.md sections 0.2 and 0.3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from mose_fast.learner.model import Model
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
-from mose_fast.losses import label_counts
+from mose_fast.losses import distillation, label_counts
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
@@ -226,6 +226,8 @@ class ReplayLearner(Learner):
         new = self.new_classes() if self.hides_unseen and len(x) else []
         if new:
             extras["new"] = self.mask(new)
+        if self.hides_unseen and self.chains:
+            extras["seen"] = self.mask(self.seen)
         return Rows(images, labels, sizes, slots, self.data.sequence, extras)
 
     def new_classes(self) -> list[int]:
@@ -271,21 +273,45 @@ class ReplayLearner(Learner):
     # A step
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
-        separate = self.config.options.passes == "separate"
         with self.new_rows(rows), self.model.step():
             sizes = self.view_sizes(rows)
-            enough = sum(sizes) <= len(rows.views)
-            check_returned(self, "make_views", rows.views, enough, f"the {sum(sizes)} views of view_sizes, {sizes}")
-            views = rows.views[: sum(sizes)]
-            parts = views.split(sizes) if separate else [views]
-            outputs = [self.forward(part) for part in parts if len(part)]
-            joined = outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
-            terms = self.losses(joined, rows)
+            count, levels = sum(sizes), 3 if self.chains else 1
+            enough = levels * count <= len(rows.views)
+            check_returned(self, "make_views", rows.views, enough, f"the {levels * count} views of view_sizes, {sizes}")
+            outputs = [self.passed(views, sizes) for views in rows.views[: levels * count].split(count)]
+            joined = outputs[0]
+            terms = self.chained(outputs, rows) if self.chains else self.losses(joined, rows)
             fits = are_scalars(terms) and any(term.requires_grad for term in terms.values())
             check_returned(self, "losses", terms, fits, "floating-point scalars of the outputs by name, at least one")
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
         self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
+
+    def passed(self, views: Tensor, sizes: Sequence[int]) -> Outputs:
+        """The outputs for views, which pass together or, by the option ``passes``, by set."""
+        parts = views.split(sizes) if self.config.options.passes == "separate" else [views]
+        outputs = [self.forward(part) for part in parts if len(part)]
+        return outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
+
+    @property
+    def chains(self) -> bool:
+        """Whether a step has three views of each row, by the option ``view_chain``."""
+        return getattr(self.config.options, "view_chain", 0) > 0
+
+    def chained(self, outputs: Sequence[Outputs], rows: Inputs) -> dict[str, Tensor]:
+        """The terms for the outputs of augmented, raw and mild views: the means of :meth:`losses`
+        over the three, and the distances of raw views to mild ones and of mild ones to augmented
+        ones.
+        """
+        o = self.config.options
+        each = [self.losses(one, rows) for one in outputs]
+        terms = {name: torch.stack([losses[name] for losses in each]).mean() for name in each[0]}
+        hard, raw, mild = (one.logits for one in outputs)
+        links = [
+            distillation(easier, harder, o.view_chain_temperature, classes=rows.extras.get("seen"))
+            for easier, harder in ((raw, mild), (mild, hard))
+        ]
+        return terms | {"chain": o.view_chain * (links[0] + links[1])}
 
     def new_rows(self, rows: Inputs) -> AbstractContextManager:
         """A context of the step, at whose start the classifier's rows of new classes start anew. No
@@ -301,16 +327,21 @@ class ReplayLearner(Learner):
         """
 
     def make_views(self, rows: Rows) -> Tensor:
-        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]. It is
-        called ahead of the step, possibly on another thread, and reads only the plan and what never
-        changes.
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]; with
+        the option ``view_chain`` then each row without augmentation, and then a mild view of each.
+        It is called ahead of the step, possibly on another thread, and reads only the plan and what
+        never changes.
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
             brightness = getattr(self.config.options, "brightness", 0.0)
             cropped = pad_crop(rows.images, seed, rows.sequence, mirror=self.mirrored, brightness=brightness)
-            return self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
-        return self.views.augmented(rows.images, seed, rows.sequence)
+            views = self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
+        else:
+            views = self.views.augmented(rows.images, seed, rows.sequence)
+        if not self.chains:
+            return views
+        return torch.cat([views, self.views.normalise(rows.images), self.views.mild(rows.images, seed, rows.sequence)])
 
     def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         """The numbers of views that pass the network together if ``passes`` is ``separate``; by

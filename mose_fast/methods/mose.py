@@ -18,7 +18,7 @@ from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import method
-from mose_fast.losses import ExpertLosses
+from mose_fast.losses import ExpertLosses, distillation
 from mose_fast.nn import ExpertNetwork
 from mose_fast.settings.knob import documented
 from mose_fast.settings.run import (
@@ -395,5 +395,23 @@ class Mose(Learner):
             views = views.contiguous(memory_format=torch.channels_last)
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
             terms = self.losses(outputs, *targets)
-            reported = self.model.minimise(terms.sum())
-        return {"loss": reported, **dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))}
+            chain = self.chained(outputs.logits[-1], targets)
+            reported = self.model.minimise(sum(chain.values(), terms.sum()))
+        parts = dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))
+        return {"loss": reported, **parts, **{name: term.detach() for name, term in chain.items()}}
+
+    def chained(self, logits: Tensor, targets: Targets) -> dict[str, Tensor]:
+        """The term of the option ``view_chain`` by its name, for the logits [V, K] of the last
+        expert: the distance of every fixed copy to the same copy augmented. None where it is off.
+        """
+        o, new, valid = self.config.options, targets.new_views, targets.valid_views
+        if not o.view_chain:
+            return {}
+        number = torch.arange(len(logits), device=logits.device)
+        # Each set has its fixed copies, then as many augmented ones; the last one ends with the
+        # valid views.
+        first = torch.where(number < new, 0, new)
+        half = torch.where(number < new, new, (len(logits) if valid is None else valid) - new) // 2
+        fixed = number < first + half
+        augmented = logits[torch.where(fixed, number + half, number)]
+        return {"chain": o.view_chain * distillation(logits, augmented, o.view_chain_temperature, views=fixed)}

@@ -131,12 +131,14 @@ def test_gdumb_trains_alike_when_it_is_asked():
     assert fused.steps == plain.steps > 0 and apart(fused.outputs(some_images()), plain.outputs(some_images())) < 5e-2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_padded_step_of_mose_is_the_bare_one(precision):
+@pytest.mark.parametrize(
+    ("precision", "added"), [("fp32", {}), ("bf16", {}), ("bf16", {"logit_adjustment": 1.0, "view_chain": 0.8})]
+)
+def test_a_padded_step_of_mose_is_the_bare_one(precision, added):
     """In the first task, which has its own composition, and in the second; losses, gradients by the
     moments, statistics.
     """
-    bare, padded = (make("mose", precision=precision, options={"experts": 2}) for _ in range(2))
+    bare, padded = (make("mose", precision=precision, options={"experts": 2, **added}) for _ in range(2))
     kinds = []
 
     def padded_inputs(plan, stored=None):

@@ -1,0 +1,31 @@
+"""The distance between two softmaxes, of which one teaches the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def distillation(
+    student: Tensor, teacher: Tensor, temperature: float, *, classes: Tensor | None = None, views: Tensor | None = None
+) -> Tensor:
+    """Computes T^2 KL(p_t || p_s) with the softmaxes p of logits / T in float32, or in float64 for
+    such logits: the mean over the views.
+
+    Args:
+        student, teacher: Logits [V, K]; only the student's receive a gradient.
+        temperature: T, above 0.
+        classes: bool [K], the classes of the softmaxes, at least one; None: all.
+        views: bool [V], the views that count, at least one; None: all.
+
+    Source: Hinton et al., arXiv 1503.02531, section 2.1.
+    """
+    logits = [(x if x.dtype == torch.float64 else x.float()) / temperature for x in (student, teacher.detach())]
+    if classes is not None:
+        # Finite, so that the product of no probability and its logarithm is 0.
+        logits = [x.masked_fill(~classes, -1e30) for x in logits]
+    log_student, log_teacher = (x.log_softmax(1) for x in logits)
+    each = (log_teacher.exp() * (log_teacher - log_student)).sum(1)
+    if views is None:
+        return temperature**2 * each.mean()
+    return temperature**2 * torch.where(views, each, 0).sum() / views.sum()
