@@ -83,8 +83,8 @@ class Learner(Planner):
         self.classes, self.image_size = stream["classes"], stream["image_size"]
         self.mean, self.std = stream["mean"], stream["std"]
         self.mirrored = stream["mirror_safe"] if config.options.mirror == "auto" else config.options.mirror == "on"
-        # It leaves classes that a step does not have out of its softmax.
-        self.hides_unseen = self.hides_unseen or getattr(config.options, "logit_adjustment", 0) > 0
+        if getattr(config.options, "logit_adjustment", 0):
+            self.hides_unseen = True  # It leaves classes that a step does not have out of its softmax.
         self.device = resolve_device(config.device)
         self.self_check = settle(self.device)
         self.precision = choose_precision(config.precision, self.device)
