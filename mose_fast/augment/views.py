@@ -28,6 +28,9 @@ RECIPES: dict[str, Recipe | None] = {
     "none": None,
 }
 
+#: The easy random views of a chain of views (docs/specification/baselines.md section 0.3).
+_MILD = Recipe(mirror_p=0.5, area_low=0.6)
+
 #: Orientation codes of the fixed copies, by their number: the image; also its mirror image; each
 #: half mirrored or not; these in four quarter turns.
 _ORIENTATIONS = {1: (0,), 2: (0, MIRROR), 4: (0, 1, 2, 3), 16: tuple(range(16))}
@@ -135,6 +138,7 @@ class ViewMaker:
                 " torch"
             )
         self.recipe = drawn if drawn is None or mirror else replace(drawn, mirror_p=0.0)
+        self._mild = _MILD if mirror else replace(_MILD, mirror_p=0.0)
         self.orientations = _ORIENTATIONS[inner_views if mirror else 1]
         self.jitter_normalised = jitter_normalised
         self.mean, self.std = tuple(map(float, mean)), tuple(map(float, std))
@@ -189,7 +193,8 @@ class ViewMaker:
             images = padded(images, rows)
             return self.apply(images, self.inputs(images, sizes, seed, sequence))
         _, layout = _layout_on_host(tuple(sizes), self.orientations, self.recipe is not None, rows)
-        codes, _ = self._draw(images, sum(sizes) * len(self.orientations), seed, sequence, torch.device("cpu"))
+        count = sum(sizes) * len(self.orientations)
+        codes, _ = self._draw(self.recipe, images, count, seed, sequence, torch.device("cpu"))
         return self._dali(images, layout, codes)
 
     def shown(self, sizes: Sequence[int], rows: int, device: torch.device) -> Tensor:
@@ -204,7 +209,8 @@ class ViewMaker:
         rows, layout, shown = self._layout(
             tuple(sizes), self.orientations, self.recipe is not None, len(images), images.device
         )
-        codes, factors = self._draw(images, len(images) * len(self.orientations), seed, sequence, images.device)
+        count = len(images) * len(self.orientations)
+        codes, factors = self._draw(self.recipe, images, count, seed, sequence, images.device)
         return ViewInputs(rows, layout, codes, factors, shown)
 
     def apply(self, images: Tensor, inputs: ViewInputs) -> Tensor:
@@ -221,21 +227,33 @@ class ViewMaker:
         """Makes one randomly augmented view of every image, uint8 [R, H, W, 3]; for the recipe
         ``none`` the image itself. Returns float32 [R, 3, H, W], normalised.
         """
+        return self._augmented(self.recipe, images, 0, seed, sequence)
+
+    def mild(self, images: Tensor, seed: int, sequence: int) -> Tensor:
+        """Makes one easy view of every image, whatever the recipe: a crop of at least 0.6 of its
+        area, and a random mirror. Arguments and result are those of :meth:`augmented`, whose views
+        are drawn independently.
+        """
+        return self._augmented(self._mild, images, len(images), seed, sequence)
+
+    def _augmented(self, recipe: Recipe | None, images: Tensor, first: int, seed: int, sequence: int) -> Tensor:
+        """A view of every image with the parameters that are drawn from number ``first`` on."""
         device = torch.device("cpu") if self.apart else images.device
         layout = _plain_layout(len(images), device)
-        if self.recipe is not None:
-            layout[:, 2] = layout[:, 0]
-        codes, factors = self._draw(images, len(images), seed, sequence, device)
+        if recipe is not None:
+            layout[:, 2] = layout[:, 0] + first
+        codes, factors = self._draw(recipe, images, first + len(images), seed, sequence, device)
         if self._dali is not None:
             return self._dali(images, DaliLayout.of(layout), codes)
         return self._op(images, torch.arange(len(images), device=device), layout, codes, factors)
 
+    @staticmethod
     def _draw(
-        self, images: Tensor, count: int, seed: int, sequence: int, device: torch.device
+        recipe: Recipe | None, images: Tensor, count: int, seed: int, sequence: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        if self.recipe is None:
+        if recipe is None:
             return _nothing_drawn(device)
-        return draw_augment_parameters(self.recipe, seed, sequence, count, *images.shape[1:3], device)
+        return draw_augment_parameters(recipe, seed, sequence, count, *images.shape[1:3], device)
 
     def _op(self, images: Tensor, *parameters: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         options = {"dtype": dtype, "jitter_normalised": self.jitter_normalised, "plain": self.feed == "torch"}

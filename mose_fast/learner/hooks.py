@@ -68,8 +68,8 @@ class MethodHooks(ABC):
     needs_boundaries: ClassVar[str] = ""
 
     #: Whether predictions leave out classes that have not come yet; for methods whose losses never
-    #: push the logits of such classes down.
-    hides_unseen: ClassVar[bool] = False
+    #: push the logits of such classes down; the option ``logit_adjustment`` makes it True.
+    hides_unseen: bool = False
 
     #: Why the method's step has no loss of a momentum teacher (``teacher``), and why a moving
     #: average of its weights (``predict_with``, ``pull_back``) would not be that of the network

@@ -98,6 +98,8 @@ class Learner(Planner):
                 "options.test_mirror is True, but mirroring changes the labels of this stream; wanted False, or"
                 " options.mirror 'on'"
             )
+        if getattr(config.options, "logit_adjustment", 0):
+            self.hides_unseen = True  # It leaves classes that a step does not have out of its softmax.
         self.device = resolve_device(config.device)
         self.self_check = settle(self.device)
         self.precision = choose_precision(config.precision, self.device)

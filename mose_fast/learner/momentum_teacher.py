@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mose_fast.learner.latch import gathered_statistics, undone_if
 from mose_fast.nn import ExpertNetwork
@@ -73,30 +73,3 @@ class MomentumTeacher:
         """The averages and averaged statistics, by the names of parameters and buffers."""
         names = [name for name, _ in self._student.named_parameters()]
         return dict(zip(names, self.averages, strict=True)) | self.statistics
-
-
-def distillation(
-    student: Tensor, teacher: Tensor, temperature: float, *, classes: Tensor | None = None, views: Tensor | None = None
-) -> Tensor:
-    """T^2 KL(p_t || p_s) with the softmaxes of logits [..., V, K] / T, the mean over V views,
-    summed over what stands before them (experts): a scalar, float32 at least.
-
-    Args:
-        student, teacher: The logits; only the student's receive a gradient.
-        temperature: T.
-        classes: bool [K], the classes of the softmaxes, at least one; None: all.
-        views: bool [V], the views that count, 0 for none; None: all.
-    """
-    wide = torch.promote_types(student.dtype, torch.float32)
-    logits = [given.to(wide) / temperature for given in (student, teacher.detach())]
-    if classes is not None:
-        logits = [given.masked_fill(~classes, -torch.inf) for given in logits]
-    log_p_s, log_p_t = (given.log_softmax(-1) for given in logits)
-    if classes is not None:
-        log_p_s, log_p_t = (given.masked_fill(~classes, 0) for given in (log_p_s, log_p_t))
-    divergences = nn.functional.kl_div(log_p_s, log_p_t, reduction="none", log_target=True).sum(-1)
-    if views is None:
-        means = divergences.mean(-1)
-    else:
-        means = divergences.masked_fill(~views, 0).sum(-1) / views.sum().clamp_min(1)
-    return temperature**2 * means.sum()

@@ -19,10 +19,10 @@ from mose_fast.device import upload
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
 from mose_fast.learner.model import Model
-from mose_fast.learner.momentum_teacher import distillation
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.returned import are_plain, are_scalars, are_slots, are_views, check_returned
 from mose_fast.learner.teacher import Outputs, Teacher, outputs_of
+from mose_fast.losses import distillation, label_counts
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
 from mose_fast.settings.run import RECIPES, REPLAY_FROM, ConfigError, ReplayOptions, knob, shown
@@ -101,9 +101,12 @@ REPLAY_LOSSES = {
 }
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over all classes in float32, whatever precision the network ran in."""
-    return F.cross_entropy(logits.float(), labels)
+def cross_entropy(logits: Tensor, labels: Tensor, adjustment: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy over all classes in float32, whatever precision the network ran in;
+    ``adjustment``, float32 [K], is added to the logits [N, K].
+    """
+    logits = logits.float()
+    return F.cross_entropy(logits if adjustment is None else logits + adjustment, labels)
 
 
 def _with_views(views: Tensor, inputs: Inputs) -> Inputs:
@@ -224,7 +227,7 @@ class ReplayLearner(Learner):
         new = self.new_classes() if self.hides_unseen and len(x) else []
         if new:
             extras["new"] = self.mask(new)
-        if self.hides_unseen and self.config.options.teacher == "momentum":
+        if self.hides_unseen and (self.config.options.teacher == "momentum" or self.levels > 2):
             extras["seen"] = self.mask(self.seen)
         return Rows(images, labels, sizes, slots, self.data.sequence, extras)
 
@@ -271,27 +274,34 @@ class ReplayLearner(Learner):
     # A step
 
     def train_on(self, rows: Inputs) -> dict[str, Tensor]:
-        raw = self.sees_raw
         with self.new_rows(rows), self.model.step():
             sizes = self.view_sizes(rows)
-            count = sum(sizes)
-            enough = count * (1 + raw) <= len(rows.views)
-            wanted = f"the {count} views of view_sizes, {sizes}" + (", then as many of raw rows" if raw else "")
-            check_returned(self, "make_views", rows.views, enough, wanted)
-            joined = self.passed(self.forward, rows.views[:count], sizes)
-            # A method's own losses see the augmented views alone.
-            terms = self.losses(joined, rows._replace(views=rows.views[:count]) if raw else rows)
+            count, levels = sum(sizes), self.levels
+            enough = levels * count <= len(rows.views)
+            check_returned(self, "make_views", rows.views, enough, f"the {levels * count} views of view_sizes, {sizes}")
+            views = rows.views[: levels * count].split(count)
+            outputs = [self.passed(self.forward, level, sizes) for level in views]
+            joined = outputs[0]
+            if levels > 1:  # a method's own losses see views of one level alone
+                rows = rows._replace(views=views[0])
+            terms = self.chained(outputs, rows) if levels > 2 else self.losses(joined, rows)
             fits = are_scalars(terms) and any(term.requires_grad for term in terms.values())
             check_returned(self, "losses", terms, fits, "floating-point scalars of the outputs by name, at least one")
-            terms = {**terms, **self.taught(joined, rows, sizes)}
+            terms = {**terms, **self.taught(outputs, rows, sizes)}
             loss = self.model.minimise(torch.stack(list(terms.values())).sum())
         self.after_update(joined, rows)
         return {"loss": loss, **{name: term.detach() for name, term in terms.items()}}
 
     @property
-    def sees_raw(self) -> bool:
-        """Whether a step's views are followed by those of the same rows without augmentation."""
-        return self.config.options.teacher == "momentum" and self.config.options.teacher_raw
+    def levels(self) -> int:
+        """Levels of views that a step has of each row: augmented ones; then, where the momentum
+        teacher or the chain of views wants them, those without augmentation; then, for the chain,
+        mild ones.
+        """
+        o = self.config.options
+        if getattr(o, "view_chain", 0):
+            return 3
+        return 2 if o.teacher == "momentum" and o.teacher_raw else 1
 
     def passed(self, forward: Callable[[Tensor], Outputs], views: Tensor, sizes: Sequence[int]) -> Outputs:
         """The outputs for views, which pass together or, by the option ``passes``, by set."""
@@ -299,25 +309,39 @@ class ReplayLearner(Learner):
         outputs = [forward(part) for part in parts if len(part)]
         return outputs[0] if len(outputs) == 1 else Outputs(*map(torch.cat, zip(*outputs, strict=True)))
 
-    def taught(self, outputs: Outputs, rows: Inputs, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """The loss of the momentum teacher by its name, none where there is no row to teach: the
-        distances of the student's outputs for augmented views, and for raw rows if it sees them,
-        to the teacher's for the augmented views.
+    def chained(self, outputs: Sequence[Outputs], rows: Inputs) -> dict[str, Tensor]:
+        """The terms for the outputs of augmented, raw and mild views: the means of :meth:`losses`
+        over the three, and the distances of raw views to mild ones and of mild ones to augmented
+        ones.
         """
-        o, count = self.config.options, sum(sizes)
-        if o.teacher != "momentum":
-            return {}
+        o = self.config.options
+        each = [self.losses(one, rows) for one in outputs]
+        terms = {name: torch.stack([losses[name] for losses in each]).mean() for name in each[0]}
+        hard, raw, mild = (one.logits for one in outputs)
+        links = [
+            distillation(easier, harder, o.view_chain_temperature, classes=rows.extras.get("seen"))
+            for easier, harder in ((raw, mild), (mild, hard))
+        ]
+        return terms | {"chain": o.view_chain * (links[0] + links[1])}
+
+    def taught(self, outputs: Sequence[Outputs], rows: Inputs, sizes: Sequence[int]) -> dict[str, Tensor]:
+        """The loss of the momentum teacher by its name, none where there is no row to teach: the
+        distances of the student's outputs for augmented views, and with ``teacher_raw`` for raw
+        rows, to the teacher's for the augmented views.
+        """
+        o = self.config.options
         first = sizes[0] if o.teacher_rows == "buffer" else 0
-        if first == count:
+        if o.teacher != "momentum" or first == sum(sizes):
             return {}
-        views = rows.views[:count]
-        teacher = self.passed(partial(outputs_of, self.model.teach), views, sizes).logits[first:]
-        student = outputs.logits[first:]
-        if self.sees_raw:
-            raw = self.passed(self.forward, rows.views[count : 2 * count], sizes).logits[first:]
-            student, teacher = torch.cat([student, raw]), torch.cat([teacher, teacher])
-        classes = rows.extras.get("seen")
-        return {"teacher": o.teacher_weight * distillation(student, teacher, o.teacher_temperature, classes=classes)}
+        teacher = self.passed(partial(outputs_of, self.model.teach), rows.views[: sum(sizes)], sizes).logits[first:]
+        students = [one.logits[first:] for one in (outputs[:2] if o.teacher_raw else outputs[:1])]
+        loss = distillation(
+            torch.cat(students),
+            torch.cat([teacher] * len(students)),
+            o.teacher_temperature,
+            classes=rows.extras.get("seen"),
+        )
+        return {"teacher": o.teacher_weight * loss}
 
     def new_rows(self, rows: Inputs) -> AbstractContextManager:
         """A context of the step, at whose start the classifier's rows of new classes start anew. No
@@ -333,9 +357,9 @@ class ReplayLearner(Learner):
         """
 
     def make_views(self, rows: Rows) -> Tensor:
-        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]; then,
-        if the student :attr:`sees_raw` rows, each row without augmentation. It is called ahead of
-        the step, possibly on another thread, and reads only the plan and what never changes.
+        """Makes one augmented, normalised view of every row, in order: float32 [V, 3, H, W]; then
+        those of the other :attr:`levels`. It is called ahead of the step, possibly on another
+        thread, and reads only the plan and what never changes.
         """
         seed = self.config.seed
         if self.config.options.augment == "pad_crop":
@@ -344,7 +368,9 @@ class ReplayLearner(Learner):
             views = self.views.augmented(cropped, seed, rows.sequence)  # by the recipe none: normalised
         else:
             views = self.views.augmented(rows.images, seed, rows.sequence)
-        return torch.cat([views, self.views.normalise(rows.images)]) if self.sees_raw else views
+        raw = [self.views.normalise(rows.images)] if self.levels > 1 else []
+        mild = [self.views.mild(rows.images, seed, rows.sequence)] if self.levels > 2 else []
+        return torch.cat([views, *raw, *mild]) if raw else views
 
     def view_sizes(self, rows: Inputs) -> tuple[int, ...]:
         """The numbers of views that pass the network together if ``passes`` is ``separate``; by
@@ -370,19 +396,45 @@ class ReplayLearner(Learner):
         """
 
         def term(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
-            return cross_entropy(logits, labels) if mask is None else masked_cross_entropy(logits, labels, mask)
+            if mask is not None:
+                return masked_cross_entropy(logits, labels, mask)
+            return cross_entropy(logits, labels, adjustment)
 
         pooled = getattr(self.config.options, "replay_loss", "two_means") == "one_mean"
         if pooled and len(classes) < 2:
+            adjustment = self.adjustment((rows.labels, 1.0))
             return {"cross_entropy": term(outputs.logits, rows.labels, *classes)}
         masks = classes if len(classes) == 2 else 2 * (classes or (None,))
-        parts = zip(outputs.logits.split(rows.sizes), rows.labels.split(rows.sizes), masks, strict=True)
+        sets = rows.labels.split(rows.sizes)
+        adjustment = self.adjustment(
+            *(
+                (labels, len(labels) if pooled else 1.0)
+                for labels, mask in zip(sets, masks, strict=True)
+                if mask is None
+            )
+        )
+        parts = zip(outputs.logits.split(rows.sizes), sets, masks, strict=True)
         terms = {}
         for name, (logits, labels, mask) in zip(("incoming", "replayed"), parts, strict=True):
             if len(labels):
                 mean = term(logits, labels, mask)
                 terms[name] = len(labels) / len(rows.labels) * mean if pooled else mean
         return terms
+
+    def adjustment(self, *sets: tuple[Tensor, float]) -> Tensor | None:
+        """What the option ``logit_adjustment`` adds to the logits of rows whose cross-entropy is
+        over all classes: that number times the log of each class's share of the rows' weight in the
+        loss, float32 [K], up to a constant; -inf for a class without rows. None where it is 0.
+
+        Args:
+            sets: Labels int64 [n] of each set of such rows, and the weight of its mean.
+        """
+        tau = getattr(self.config.options, "logit_adjustment", 0)
+        filled = [(labels, weight) for labels, weight in sets if len(labels)]
+        if not tau or not filled:
+            return None
+        shares = [weight / len(labels) * label_counts(labels, self.classes) for labels, weight in filled]
+        return tau * torch.stack(shares).sum(0).log()
 
     # The end of a task
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mose_fast.losses.label_counts import label_counts
 from mose_fast.nn import ExpertOutputs
 from mose_fast.ops.expert_losses import expert_losses
 from mose_fast.settings.run import MethodOptions
@@ -32,13 +33,17 @@ class ExpertLosses(nn.Module):
         ``current_classes`` None: one cross-entropy over all rows and classes.
         """
         o = self.options
+        current_classes = current_classes if o.separate_cross_entropy else None
+        if o.logit_adjustment:
+            first = 0 if current_classes is None else new_rows
+            outputs = outputs._replace(logits=self._adjusted(outputs.logits, labels, first, valid_rows))
         # Similarities, softmaxes and norms are float32, whatever precision the network ran in.
         with torch.autocast(labels.device.type, enabled=False):
             return expert_losses(
                 *outputs,
                 labels,
                 new_rows,
-                current_classes if o.separate_cross_entropy else None,
+                current_classes,
                 valid_rows=valid_rows,
                 temperature=o.temperature,
                 buffer_weight=o.buffer_weight,
@@ -48,3 +53,12 @@ class ExpertLosses(nn.Module):
                 rsd_reduction=o.rsd_reduction,
                 student_index=o.student_index,
             )
+
+    def _adjusted(self, logits: Tensor, labels: Tensor, first: int | Tensor, valid: int | Tensor | None) -> Tensor:
+        """The logits [E, N, K]; in valid rows from ``first`` on plus ``logit_adjustment`` times the
+        log of each class's number of these rows, -inf for a class that has none.
+        """
+        rows = torch.arange(len(labels), device=labels.device)
+        counted = rows >= first if valid is None else (rows >= first) & (rows < valid)
+        counts = label_counts(labels, logits.shape[2], counted)
+        return logits + torch.where(counted[:, None], self.options.logit_adjustment * counts.log(), 0)

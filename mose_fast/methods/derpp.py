@@ -11,10 +11,11 @@ from mose_fast.learner.about import Search, knob, official_preset, sources_prese
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows, cross_entropy
 from mose_fast.memory import ReplayMemory
+from mose_fast.settings.run import BeyondOptions
 
 
 @dataclass(frozen=True)
-class DerppOptions(BaselineOptions):
+class DerppOptions(BaselineOptions, BeyondOptions):
     """Switches of DER++; ``buffer_batch`` is the size of each of its two draws."""
 
     augment: str = BaselineOptions.again(
@@ -84,15 +85,16 @@ class Derpp(ReplayLearner):
         o = self.config.options
         incoming, distilled, replayed = outputs.logits.split(rows.sizes)
         y, _, y_replayed = rows.labels.split(rows.sizes)
+        adjustment = self.adjustment((y, 1.0), (y_replayed, o.beta))
         terms = {}
         if len(incoming):
-            terms["incoming"] = cross_entropy(incoming, y)
+            terms["incoming"] = cross_entropy(incoming, y, adjustment)
         if len(distilled):
             # The mean is over all classes, those not seen yet included (mammoth).
             stored = self.memory.extras["logits"][rows.slots[: len(distilled)]]
             terms["distillation"] = o.alpha * F.mse_loss(distilled.float(), stored)
         if len(replayed):
-            terms["replayed"] = o.beta * cross_entropy(replayed, y_replayed)
+            terms["replayed"] = o.beta * cross_entropy(replayed, y_replayed, adjustment)
         return terms
 
     def after_update(self, outputs: Outputs, rows: Inputs) -> None:
@@ -105,7 +107,7 @@ class Derpp(ReplayLearner):
 
     def on_stored(self, x: Tensor, slots: Tensor) -> bool:
         """The logits of a batch that trains nothing are the network's own."""
-        self._keep_logits(slots, self.outputs(x, student=True)[1][0])
+        self._keep_logits(slots, self.model.outputs(x, self.after_step, student=True)[1][0])
         return True
 
     def _keep_logits(self, slots: Tensor, logits: Tensor) -> None:

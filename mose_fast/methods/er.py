@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from mose_fast.learner.about import Preset, knob, official_preset, sources_preset, table_preset
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import REPLAY_LOSSES, BaselineOptions, ReplayLearner
+from mose_fast.settings.run import BeyondOptions
 
 
 @dataclass(frozen=True)
-class ErOptions(BaselineOptions):
+class ErOptions(BaselineOptions, BeyondOptions):
     replay_loss: str = knob(
         "two_means",
         "how incoming and replayed rows are weighted against each other",

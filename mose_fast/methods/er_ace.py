@@ -11,10 +11,11 @@ from mose_fast.learner.about import knob, official_preset, sources_preset, table
 from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner
 from mose_fast.nn.cosine import CosineClassifier
+from mose_fast.settings.run import BeyondOptions
 
 
 @dataclass(frozen=True)
-class ErAceOptions(BaselineOptions):
+class ErAceOptions(BaselineOptions, BeyondOptions):
     head: str = knob("cosine", "classifier", "pclucas14/AML", choices={"cosine": "scale 10", "linear": ""})
     incoming_classes: str = knob(
         "batch",

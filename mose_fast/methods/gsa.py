@@ -14,11 +14,11 @@ from mose_fast.learner.registry import method
 from mose_fast.learner.replay_learner import BaselineOptions, Inputs, Outputs, ReplayLearner, Rows
 from mose_fast.nn import ExpertNetwork
 from mose_fast.ops.expert_losses import masked_cross_entropy
-from mose_fast.settings.run import CURRENT_CLASSES
+from mose_fast.settings.run import CURRENT_CLASSES, BeyondOptions
 
 
 @dataclass(frozen=True)
-class GsaOptions(BaselineOptions):
+class GsaOptions(BaselineOptions, BeyondOptions):
     """Switches of GSA. ``buffer_batch`` is the size of the set whose rows are weighted."""
 
     replay_from: str = BaselineOptions.again("replay_from", "others", "gydpku/GSA")
@@ -124,10 +124,14 @@ class Gsa(ReplayLearner):
         return terms
 
     def weighted_logits(self, outputs: Outputs, rows: Inputs) -> Tensor:
-        """The weighted set's logits, float32 at least, [V, K]; -inf for classes not come yet."""
+        """The weighted set's logits, float32 at least, [V, K], with the option ``logit_adjustment``
+        the adjusted ones; -inf for classes not come yet.
+        """
         logits = outputs.logits[self.view_sizes(rows)[0] :]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits.masked_fill(~rows.extras["known"], -torch.inf)
+        logits = logits.masked_fill(~rows.extras["known"], -torch.inf)
+        adjustment = self.adjustment((two_sets(rows, rows.labels)[1], 1.0))
+        return logits if adjustment is None else logits + adjustment
 
     def pulls_and_pushes(self, outputs: Outputs, rows: Inputs) -> Tensor:
         """What a step's views add to the sums of :func:`class_weights`, float32 [2, K]."""

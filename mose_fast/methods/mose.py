@@ -16,18 +16,17 @@ from mose_fast.learner.about import Preset, Search, knob
 from mose_fast.learner.data import class_mask
 from mose_fast.learner.hooks import Planning
 from mose_fast.learner.learner import Learner
-from mose_fast.learner.momentum_teacher import distillation
 from mose_fast.learner.prepared import ViewsToCome
 from mose_fast.learner.registry import method
-from mose_fast.losses import ExpertLosses
+from mose_fast.losses import ExpertLosses, distillation
 from mose_fast.nn import ExpertNetwork, ExpertOutputs
 from mose_fast.settings.knob import documented
 from mose_fast.settings.run import (
     CONTRASTIVE_TEMPERATURES,
     CURRENT_CLASSES,
     REPLAY_FROM,
+    BeyondOptions,
     ConfigError,
-    ReplayOptions,
     RunConfig,
 )
 
@@ -36,7 +35,7 @@ _PARTS = ("contrastive", "cross_entropy", "distillation")
 
 @documented
 @dataclass(frozen=True)
-class MoseOptions(ReplayOptions):
+class MoseOptions(BeyondOptions):
     """Every switch of MOSE; defaults: preset ``released``; paper: :data:`MOSE_PRESETS`."""
 
     # The network
@@ -402,10 +401,10 @@ class Mose(Learner):
             views = views.contiguous(memory_format=torch.channels_last)
             outputs = self.model.forward(views, self.config.options.distillation == "sd", **padded)
             terms = self.losses(outputs, *targets)
-            taught = self.taught(outputs, views, targets, padded)
-            reported = self.model.minimise(sum(taught.values(), terms.sum()))
+            beside = self.taught(outputs, views, targets, padded) | self.chained(outputs.logits[-1], targets)
+            reported = self.model.minimise(sum(beside.values(), terms.sum()))
         parts = dict(zip(_PARTS, terms.detach().sum(0).unbind(), strict=True))
-        return {"loss": reported, **parts, **{name: term.detach() for name, term in taught.items()}}
+        return {"loss": reported, **parts, **{name: term.detach() for name, term in beside.items()}}
 
     def taught(
         self, outputs: ExpertOutputs, views: Tensor, targets: Targets, padded: dict[str, Tensor]
@@ -421,12 +420,33 @@ class Mose(Learner):
         valid = len(views) if targets.valid_views is None else targets.valid_views
         teacher, student = self.model.teach(views, **padded).logits, outputs.logits
         if o.teacher_raw and self.views.recipe is not None:
-            # Each set has its fixed copies, then the same augmented.
-            first, end = torch.where(number < new, 0, new), torch.where(number < new, new, valid)
-            half = (end - first) // 2
-            teacher = teacher[:, torch.where(number < first + half, number + half, number)]
+            teacher = teacher[:, self.fixed_copies(len(views), targets)[1]]
         if o.teacher_outputs == "last":
             teacher, student = teacher[-1:], student[-1:]
         counted = number < valid if o.teacher_rows == "all" else (number >= new) & (number < valid)
         loss = distillation(student, teacher, o.teacher_temperature, views=counted)
         return {"teacher": o.teacher_weight * loss}
+
+    def chained(self, logits: Tensor, targets: Targets) -> dict[str, Tensor]:
+        """The term of the option ``view_chain`` by its name, if it is on, for the logits [V, K] of
+        the last expert: the distance of every fixed copy to the same copy augmented.
+        """
+        o = self.config.options
+        if not o.view_chain:
+            return {}
+        fixed, augmented = self.fixed_copies(len(logits), targets)
+        loss = distillation(logits, logits[augmented], o.view_chain_temperature, views=fixed)
+        return {"chain": o.view_chain * loss}
+
+    def fixed_copies(self, count: int, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Which of a step's ``count`` views are fixed copies, bool [V], and where the same copy is
+        augmented, int64 [V]; its own place for every other view.
+        """
+        number = torch.arange(count, device=self.device)
+        new, valid = targets.new_views, count if targets.valid_views is None else targets.valid_views
+        # Each set has its fixed copies, then as many augmented ones; the last one ends with the
+        # valid views.
+        first = torch.where(number < new, 0, new)
+        half = torch.where(number < new, new, valid - new) // 2
+        fixed = number < first + half
+        return fixed, torch.where(fixed, number + half, number)

@@ -417,6 +417,36 @@ class ReplayOptions(MethodOptions):
                 raise ConfigError(f"options.{name} is {getattr(self, name)!r}; wanted a share, at most 1")
 
 
+@documented
+@dataclass(frozen=True)
+class BeyondOptions(ReplayOptions):
+    """Switches that go beyond what the methods' papers do."""
+
+    logit_adjustment: float = knob(
+        0.0,
+        "weight of the log of the classes' shares that cross-entropies over all classes add to the logits; 0: none",
+        "ER-LAS, Huang et al., TMLR 2024: 1, over the rows of one step",
+        low=0,
+    )
+    view_chain: float = knob(
+        0.0,
+        "weight of the chain in which each view learns from the softmax of the next harder one; 0: none",
+        "choice; CCL-DC, Wang et al., arXiv 2312.00600: 2 beside cross-entropies that weigh 2.5 in all",
+        low=0,
+    )
+    view_chain_temperature: float = knob(
+        4.0, "temperature of both softmaxes of the chain", "CCL-DC, Wang et al., arXiv 2312.00600", above=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.view_chain and self.augment == "none":
+            raise ConfigError(
+                f"options.view_chain is {self.view_chain!r} with options.augment 'none', which makes no hard view to"
+                " learn from; wanted another recipe, or view_chain 0"
+            )
+
+
 class MethodSettings(NamedTuple):
     """A method's type of options, and by preset what differs from their defaults."""
 

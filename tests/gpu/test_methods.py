@@ -147,8 +147,16 @@ def test_gdumb_trains_alike_when_it_is_asked():
     assert fused.steps == plain.steps > 0 and apart(fused.outputs(some_images()), plain.outputs(some_images())) < 5e-2
 
 
-@pytest.mark.parametrize("options", [{}, TAUGHT, TAUGHT | {"teacher_rows": "buffer", "teacher_statistics": "running"}])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fp32", {}),
+        ("bf16", {}),
+        ("fp32", TAUGHT),
+        ("bf16", TAUGHT | {"teacher_rows": "buffer", "teacher_statistics": "running"}),
+        ("bf16", {"logit_adjustment": 1.0, "view_chain": 0.8}),
+    ],
+)
 def test_a_padded_step_of_mose_is_the_bare_one(precision, options):
     """In the first task, which has its own composition, and in the second; losses, gradients by the
     moments, statistics.

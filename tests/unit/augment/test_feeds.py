@@ -119,6 +119,7 @@ def test_one_view_of_each_image_and_none(feed):
     )
     torch.testing.assert_close(maker(feed).normalise(x), maker("fused").normalise(x), rtol=1e-6, atol=1e-6)
     assert maker(feed).augmented(x[:0], 3, 4).shape == (0, 3, 32, 32)
+    torch.testing.assert_close(maker(feed).mild(x, 3, 4), maker("fused").mild(x, 3, 4), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("feed", FEEDS)

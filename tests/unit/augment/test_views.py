@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mose_fast.augment import RECIPES, ViewMaker
+from mose_fast.ops.augment_parameters import Recipe, draw_augment_parameters
 from mose_fast.reference import augment
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
@@ -158,3 +159,17 @@ def test_jitter_before_normalisation_and_as_released():
     clamped = (released.abs().amax((1, 2, 3)) == 0).float().mean().item()
     assert abs(clamped - 0.8) < 4 * (0.8 * 0.2 / n) ** 0.5
     assert (clean < 0).any(dim=3).any(dim=2).any(dim=1).all()
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_mild_views_are_large_crops_drawn_apart_from_the_recipe_s(mirror):
+    """Draws with the numbers after those of the recipe's views, applied by the reference."""
+    x, recipe = images(200), Recipe(mirror_p=0.5 if mirror else 0.0, area_low=0.6)
+    codes, factors = (part[200:] for part in draw_augment_parameters(recipe, 3, 4, 400, 16, 16, x.device))
+    # A side is rounded to whole pixels.
+    assert (codes[:, 1] * codes[:, 2]).min() >= 0.6 * 16 * 16 - 16 and codes[:, 0].any() == mirror
+    pixels = x.permute(0, 3, 1, 2).double() / 255
+    wanted = augment.apply_views(pixels, codes, factors.double(), *(torch.tensor(n).double() for n in (MEAN, STD)))
+    views = maker("scr", mirror=mirror).mild(x, 3, 4)
+    torch.testing.assert_close(views, wanted.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(views, maker("none", mirror=mirror).mild(x, 3, 4))

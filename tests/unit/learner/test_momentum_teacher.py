@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mose_fast.learner.momentum_teacher import MomentumTeacher, distillation
+from mose_fast.learner.momentum_teacher import MomentumTeacher
+from mose_fast.losses import distillation
 from mose_fast.methods import METHODS, create_learner
 from mose_fast.settings.run import ConfigError
 from tests.mkd_twin import apart, default_dtype, ten_steps
