@@ -41,11 +41,7 @@ _LONG, _SENTENCES = 100, 24
 
 
 def write_report(
-    folders: Iterable[str | Path],
-    out: str | Path | None = None,
-    *,
-    force: bool = False,
-    against: str | None = None,
+    folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False, against: str | None = None
 ) -> tuple[Path, list[Skipped]]:
     """Reads finished runs and writes ``report.html``, ``tables/*.csv``, ``.md`` and ``.tex``, and
     ``figures/*.pdf`` and ``.svg``.

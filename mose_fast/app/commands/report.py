@@ -25,9 +25,7 @@ def _act(arguments: argparse.Namespace) -> int:
     check_folders(arguments.folders)
     from mose_fast.present.report import write_report
 
-    page, skipped = write_report(
-        arguments.folders, arguments.out, force=arguments.force, against=arguments.against
-    )
+    page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force, against=arguments.against)
     for folder, reason in skipped:
         print(f"left out: {folder}: {reason}", file=sys.stderr)
     print(page)

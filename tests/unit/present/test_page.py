@@ -110,14 +110,15 @@ def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_p
 
 
 def test_every_setting_against_a_chosen_one(make, tmp_path, read_page, numbers, no_figures):
-    results = {(p, m): [make(s, preset=p, memory=m) for s in range(2)] for p in ("released", "paper") for m in (64, 128)}
+    presets = ("released", "paper")
+    results = {(p, m): [make(s, preset=p, memory=m) for s in range(2)] for p in presets for m in (64, 128)}
     command = ["report", str(tmp_path / "runs"), "--against", "MOSE paper"]
     assert main(command) == 0
     page = tmp_path / "runs" / "report" / "report.html"
     _, *rows = read_page(page).tables["comparisons"]
     assert [row[:3] for row in rows] == [["64", "MOSE released", "MOSE paper"], ["128", "MOSE released", "MOSE paper"]]
     for row, memory in zip(rows, (64, 128), strict=True):
-        ours, theirs = ([r["acc"]["ncm"]["4"] for r in results[p, memory]] for p in ("released", "paper"))
+        ours, theirs = ([r["acc"]["ncm"]["4"] for r in results[p, memory]] for p in presets)
         assert numbers(row[4]) == pytest.approx([100 * (np.mean(ours) - np.mean(theirs))], abs=0.051)
     assert "every setting against MOSE paper" in page.read_text() and "chosen by these" not in page.read_text()
     with pytest.raises(RunError, match=r"against is 'MOSE papr'; wanted one of MOSE paper, MOSE released"):

@@ -162,9 +162,9 @@ def test_holm_intervals_by_hand():
     def about(mean):
         return compare({0: mean - 0.01, 1: mean, 2: mean + 0.01}, dict.fromkeys(range(3), 0.0))
 
-    # p is 1 - t / sqrt(t^2 + 2): 0.00083, 0.0091, 0.0202, 0.38. Holm's are 0.0033, 0.0274, 0.0404 and 0.38; the
-    # steps have levels 1 - 0.05 / 4, / 3, / 2 and / 1. Quantiles of t with 2 degrees of freedom, from the closed form
-    # q / sqrt(2 p (1 - p)) with q = 1 - 2 p, at the upper tails p = 0.00625, 0.0083333, 0.0125 and 0.025.
+    # p is 1 - t / sqrt(t^2 + 2): 0.00083, 0.0091, 0.0202, 0.38; Holm's 0.0033, 0.0274, 0.0404,
+    # 0.38. The steps have levels 1 - 0.05 / 4, / 3, / 2, / 1: upper tails q of 0.00625, 0.0083333,
+    # 0.0125, 0.025, at which t with 2 degrees of freedom is (1 - 2 q) / sqrt(2 q (1 - q)).
     quantiles = [8.860, 7.649, 6.205, 4.303]
     means = [0.20, 0.06, 0.04, 0.0065]
     found = correct(map(about, [means[2], means[0], means[3], means[1]]))
@@ -175,7 +175,7 @@ def test_holm_intervals_by_hand():
         assert c.holm_interval == pytest.approx((mean - half, mean + half), abs=2e-5)
         assert c.interval == pytest.approx((mean - T_2 * 0.0057735, mean + T_2 * 0.0057735), abs=2e-5)
 
-    # The test stops at its second step, since p = 0.0276 > 0.05 / 3: all further ones keep that step's level.
+    # The test stops at its second step, since p = 0.0276 > 0.05 / 3: the others keep its level.
     found = correct(map(about, [0.20, 0.034, 0.034, 0.0065]))
     for c, quantile in zip(found, [8.860, 7.649, 7.649, 7.649], strict=True):
         assert c.holm_interval[1] - c.difference == pytest.approx(quantile * 0.0057735, abs=2e-5)
