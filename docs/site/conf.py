@@ -38,7 +38,7 @@ NAVIGATION = {
         "Your own data": ["docs/own_data", "docs/streams", "docs/augmentation"],
         "Your own loop": ["docs/your_own_loop", "docs/integrations", "docs/scikit_learn", "docs/export"],
         "Many runs": ["docs/sweeps", "docs/tuning", "docs/reports"],
-        "The paper": ["docs/paper", "docs/specification/README"],
+        "The paper": ["docs/paper", "docs/beyond", "docs/specification/README"],
         "Speed": ["docs/performance", "docs/captured_step", "docs/benchmarks"],
         "Reference": ["docs/reference/index", "CHANGELOG"],
         "For contributors": [

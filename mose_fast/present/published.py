@@ -69,7 +69,7 @@ def numbers(table: str, panel: str | int) -> Mapping[str, Mapping[str, Published
     """The numbers of one panel of a table.
 
     Args:
-        table: The table's LaTeX label, such as ``tab:acc_af``.
+        table: The table's LaTeX label, such as ``tab:acc_af``; or ``since``, of other papers.
         panel: The panel's name in ``published.toml``.
 
     Returns:
@@ -89,6 +89,17 @@ def numbers(table: str, panel: str | int) -> Mapping[str, Mapping[str, Published
         }
         for row, text in rows.items()
     }
+
+
+def best(data: str, memory: int) -> tuple[str, Published]:
+    """The method with the highest ACC that the paper or others since have published, and that ACC.
+
+    Raises:
+        ValueError: None is known for this size of the memory.
+    """
+    found = {name: row.get(f"ACC-{memory}") for name, row in numbers("tab:acc_af", data).items()}
+    found |= {name: row.get(str(memory)) for name, row in numbers("since", data).items()}
+    return max(((name, acc) for name, acc in found.items() if acc), key=lambda named: named[1].mean)
 
 
 @functools.cache

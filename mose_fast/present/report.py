@@ -41,7 +41,7 @@ _LONG, _SENTENCES = 100, 24
 
 
 def write_report(
-    folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False
+    folders: Iterable[str | Path], out: str | Path | None = None, *, force: bool = False, against: str | None = None
 ) -> tuple[Path, list[Skipped]]:
     """Reads finished runs and writes ``report.html``, ``tables/*.csv``, ``.md`` and ``.tex``, and
     ``figures/*.pdf`` and ``.svg``.
@@ -52,13 +52,15 @@ def write_report(
             ``report`` in the first of ``folders``.
         force: Put runs of different problems into the same tables, and say so on the page, instead
             of refusing.
+        against: The label of the setting that all others are compared with; None: at each memory
+            the one with the highest mean ACC.
 
     Returns:
         The page, and the folders that were skipped, which it names too.
 
     Raises:
-        RunError: A folder does not exist, there is no finished run, or the report cannot be
-            written.
+        RunError: A folder does not exist, there is no finished run, no setting has the label
+            ``against``, or the report cannot be written.
         IncomparableRuns: The runs are of different problems and ``force`` is False.
     """
     folders = [Path(folder) for folder in folders]
@@ -68,7 +70,10 @@ def write_report(
     groups, repeated = group_runs(runs)
     skipped += repeated
     warnings = check_comparable([run.row for g in groups for run in g.runs], force=force)
-    contents = render_page(groups, skipped, warnings)
+    labels = list(dict.fromkeys(g.label for g in groups))
+    if against is not None and against not in labels:
+        raise RunError(f"against is {against!r}; wanted one of {', '.join(labels)}")
+    contents = render_page(groups, skipped, warnings, against)
     out = folders[0] / "report" if out is None else Path(out)
     try:
         for name in ("tables", "figures"):
@@ -108,13 +113,15 @@ def _remove_earlier(out: Path, contents: Iterable[str]) -> None:
         remove_leftovers(folder, {re.escape(Path(name).name) for name in (*own, *contents)})
 
 
-def render_page(groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str]) -> dict[str, str | bytes]:
+def render_page(
+    groups: Sequence[Group], skipped: Sequence[Skipped], warnings: Sequence[str], against: str | None = None
+) -> dict[str, str | bytes]:
     """The files of a report by their paths in its folder, the page first."""
     pictures = figures(groups)
     by_name = {table.name: table for table in tables(groups)}
-    found = comparisons(groups)
+    found = comparisons(groups, against)
     if found:
-        by_name["comparisons"] = comparison_table(found)
+        by_name["comparisons"] = comparison_table(found, against)
     contents: dict[str, str | bytes] = {}
     for name, table in by_name.items():
         for ending, text in zip(FORMATS, (table.csv(), table.markdown(), table.latex()), strict=True):

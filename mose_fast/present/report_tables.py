@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mose_fast.present import published
 from mose_fast.present.report_runs import Group, View
-from mose_fast.present.statistics import Comparison, compare_all, holm, summarise
+from mose_fast.present.statistics import Comparison, compare_all, correct, summarise
 from mose_fast.present.table import Cell, Interval, Number, Spread, Table, counted
 
 # Up to this many tasks, the table by task has one column per task, as the paper's; otherwise one
@@ -251,29 +250,32 @@ def _runs(groups: Sequence[Group]) -> Table:
     return table
 
 
-def comparisons(groups: Sequence[Group]) -> list[tuple[int, Comparison]]:
-    """Compares, at each memory size, every setting with the one that has the highest mean ACC, over
-    common seeds and with the classifier of predict().
+def comparisons(groups: Sequence[Group], against: str | None = None) -> list[tuple[int, Comparison]]:
+    """Compares, at each memory size, every setting with the one of label ``against``, or with the
+    one that has the highest mean ACC, over common seeds and with the classifier of predict().
 
     Holm's correction covers all comparisons, since they stand in one table.
     """
     found: list[tuple[int, Comparison]] = []
     for memory in sorted({g.memory for g in groups}):
-        alike = [g for g in groups if g.memory == memory]
-        best = max(alike, key=lambda g: g.acc.mean)
-        found += [(memory, c) for c in compare_all({g.label: g.values("acc", g.view) for g in alike}, best.label)]
-    corrected = holm([c.t_p for _, c in found])
-    return [(memory, replace(c, holm_p=p)) for (memory, c), p in zip(found, corrected, strict=True)]
+        alike = {g.label: g for g in groups if g.memory == memory}
+        baseline = against or max(alike, key=lambda label: alike[label].acc.mean)
+        if baseline in alike:
+            values = {label: g.values("acc", g.view) for label, g in alike.items()}
+            found += [(memory, c) for c in compare_all(values, baseline)]
+    return list(zip([memory for memory, _ in found], correct(c for _, c in found), strict=True))
 
 
-def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
+def comparison_table(found: Sequence[tuple[int, Comparison]], against: str | None = None) -> Table:
+    chosen = "" if against else " The best setting was chosen by these same runs, so a small lead means little."
     table = Table(
         "comparisons",
-        "At each memory, every setting against the one with the highest mean ACC: difference in points over the common"
-        " seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank test, and of the t"
-        " test after Holm's correction over this table; effect size: Cohen's d of the paired differences, from three"
-        " seeds on. The best setting was chosen by these same runs, so a small lead means little.",
-        intervals=("95 % interval",),
+        f"At each memory, every setting against {against or 'the one with the highest mean ACC'}: difference in points"
+        " over the common seeds (n), its 95 % t interval, p values of the paired t test, of Wilcoxon's signed-rank"
+        " test, and of the t test after Holm's correction over this table; Holm interval: that of the difference which"
+        " excludes 0 exactly where this p is below 0.05; effect size: Cohen's d of the paired differences, from three"
+        f" seeds on.{chosen}",
+        intervals=("95 % interval", "Holm interval"),
     )
     for memory, c in found:
         several = len(c.seeds) > 1
@@ -284,10 +286,11 @@ def comparison_table(found: Sequence[tuple[int, Comparison]]) -> Table:
                 "against": c.b,
                 "n": len(c.seeds),
                 "difference": Number(100 * c.difference) if c.seeds else None,
-                "95 % interval": Interval(100 * c.interval[0], 100 * c.interval[1]) if several else None,
+                "95 % interval": Interval(*(100 * end for end in c.interval)) if several else None,
                 "p (t)": Number(c.t_p, 4) if several else None,
                 "p (Wilcoxon)": Number(c.wilcoxon_p, 4) if several else None,
                 "p (Holm)": Number(c.holm_p, 4) if several else None,
+                "Holm interval": Interval(*(100 * end for end in c.holm_interval)) if several else None,
                 "effect size": None if math.isnan(c.effect_size) else Number(c.effect_size, 2),
             }
         )

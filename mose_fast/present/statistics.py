@@ -96,6 +96,9 @@ class Comparison:
             two differences hardly tell their deviation.
         holm_p: ``t_p`` after Holm's correction over the comparisons of one table; equal to ``t_p``
             for a comparison alone.
+        holm_interval: Ends of the interval of the difference that excludes 0 exactly where
+            ``holm_p`` is below 0.05 (:func:`correct`); equal to ``interval`` for a comparison
+            alone.
     """
 
     a: str
@@ -107,6 +110,7 @@ class Comparison:
     wilcoxon_p: float = math.nan
     effect_size: float = math.nan
     holm_p: float = math.nan
+    holm_interval: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def warnings(self) -> list[str]:
@@ -174,12 +178,13 @@ def compare(a: Mapping[int, float], b: Mapping[int, float], names: tuple[str, st
         t_p, effect = float(stats.ttest_1samp(found.values, 0.0).pvalue), found.mean / found.sd
     effect = effect if found.n > 2 else math.nan
     wilcoxon_p = float(stats.wilcoxon(found.values).pvalue) if any(found.values) else 1.0
-    return Comparison(*names, seeds, found.mean, found.t_interval, t_p, wilcoxon_p, effect, t_p)
+    interval = found.t_interval
+    return Comparison(*names, seeds, found.mean, interval, t_p, wilcoxon_p, effect, t_p, interval)
 
 
 def compare_all(groups: Mapping[str, Mapping[int, float]], baseline: str | None = None) -> list[Comparison]:
-    """Compares settings, each with a baseline or with every other, and corrects their p values over
-    the whole table by Holm's method.
+    """Compares settings, each with a baseline or with every other, and corrects their p values and
+    intervals over the whole table by Holm's method.
 
     Args:
         groups: Value by seed, by name.
@@ -191,8 +196,29 @@ def compare_all(groups: Mapping[str, Mapping[int, float]], baseline: str | None 
     if baseline is not None and baseline not in groups:
         raise ValueError(f"baseline is {baseline!r}; wanted one of {', '.join(groups)}")
     pairs = itertools.combinations(groups, 2) if baseline is None else ((n, baseline) for n in groups if n != baseline)
-    found = [compare(groups[a], groups[b], (a, b)) for a, b in pairs]
-    return [replace(c, holm_p=p) for c, p in zip(found, holm([c.t_p for c in found]), strict=True)]
+    return correct(compare(groups[a], groups[b], (a, b)) for a, b in pairs)
+
+
+def correct(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """The comparisons of one table with p values and intervals after Holm's correction over all.
+
+    The comparison with the k-th smallest p value of m has the t interval of level
+    1 - 0.05 / (m - k + 1), that of the k-th step of Holm's test; all that the test does not reject
+    have the level of the step at which it stops. So an interval excludes 0 exactly where ``holm_p``
+    is below 0.05, and the chance that any excludes a difference of 0 is at most 5 %. The chance
+    that all of them together contain the true differences may be below 95 %: that would take m in
+    the place of m - k + 1. Comparisons over fewer than two seeds do not count.
+    """
+    found = list(comparisons)
+    corrected = holm([c.t_p for c in found])
+    number, rejected = sum(not math.isnan(p) for p in corrected), sum(p < 1 - _LEVEL for p in corrected)
+    by_p = sorted(range(len(found)), key=lambda i: (math.isnan(found[i].t_p), found[i].t_p))
+    for rank, i in enumerate(by_p[:number]):
+        c, miss = found[i], (1 - _LEVEL) / (number - min(rank, rejected))
+        usual, wider = stats.t.isf([(1 - _LEVEL) / 2, miss / 2], len(c.seeds) - 1)
+        half = (c.interval[1] - c.difference) * float(wider / usual)
+        found[i] = replace(c, holm_p=corrected[i], holm_interval=(c.difference - half, c.difference + half))
+    return found
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -14,6 +14,9 @@ def add(commands: argparse._SubParsersAction) -> None:
     page.add_argument("folders", metavar="DIR", nargs="+", help="run folders, or folders that hold some at any depth")
     page.add_argument("--out", metavar="DIR", help="the report's folder [report in the first DIR]")
     page.add_argument(
+        "--against", metavar="LABEL", help="compare every setting with this one of the page's [the best at each memory]"
+    )
+    page.add_argument(
         "--force", action="store_true", help="put runs of different problems into one table, with a caution"
     )
 
@@ -22,7 +25,7 @@ def _act(arguments: argparse.Namespace) -> int:
     check_folders(arguments.folders)
     from mose_fast.present.report import write_report
 
-    page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force)
+    page, skipped = write_report(arguments.folders, arguments.out, force=arguments.force, against=arguments.against)
     for folder, reason in skipped:
         print(f"left out: {folder}: {reason}", file=sys.stderr)
     print(page)

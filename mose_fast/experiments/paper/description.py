@@ -114,8 +114,10 @@ class Part:
     """A table, or one of its panels.
 
     Attributes:
-        source: The table or figure of the paper, by its LaTeX label.
+        source: The table or figure of the paper, by its LaTeX label; or the page that has the
+            numbers of others.
         ranked: Whether the best and the second best of each column are marked.
+        theirs: What the numbers beside ours are called.
     """
 
     title: str
@@ -123,6 +125,7 @@ class Part:
     entries: tuple[Entry, ...]
     digits: int = 2
     ranked: bool = False
+    theirs: str = "paper"
 
     @property
     def rows(self) -> list[str]:

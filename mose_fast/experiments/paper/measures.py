@@ -59,6 +59,16 @@ def average_accuracy(classifier: str = "ncm", expert: str = "last") -> Metric:
     return _of_expert("ACC", "accuracy", classifier, expert, lambda run, of: 100 * of("acc"))
 
 
+def own_accuracy() -> Metric:
+    """ACC of the classifier that ``predict()`` has; it is shown, not judged."""
+
+    def read(run: Results) -> float:
+        own = run["resolved"]
+        return 100 * run["acc"][own["classifier"]][own["expert"]]
+
+    return Metric("ACC", "free", read)
+
+
 def forgetting(classifier: str = "ncm", expert: str = "last") -> Metric:
     """AF as the paper defines it."""
 

@@ -33,7 +33,7 @@ def overview(plan: Plan) -> str:
         for row in part.rows:
             entries = [part.at.get((row, column)) for column in part.columns]
             nothing = None if part.printed else "no number"
-            table.rows.append([row, "paper", *(_paper(entry, part.digits) or nothing for entry in entries)])
+            table.rows.append([row, part.theirs, *(_paper(entry, part.digits) or nothing for entry in entries)])
             to_pass = [_to_pass(entry, part.digits) for entry in entries]
             table.rows += [[row, "to pass", *to_pass]] if any(to_pass) else []
         lines += ["", f"{part.title} ({part.source})", table.markdown().rstrip()]
@@ -105,7 +105,7 @@ def _said(
 
 def _part_table(part: Part, measured: Measured) -> Table:
     """For each row of the paper: our numbers, their intervals, its numbers, the verdicts."""
-    about = f"The paper's numbers: {part.source}." if part.printed else f"{part.source} has no numbers."
+    about = f"Numbers beside ours: {part.source}." if part.printed else f"{part.source} has no numbers."
     table = Table(part.title, about, ["", "", *part.columns])
     ranks, their_ranks = measured.ranks(part)
     for row in part.rows:
@@ -114,7 +114,7 @@ def _part_table(part: Part, measured: Measured) -> Table:
         lines: dict[str, list[Cell]] = {
             "ours": [_marked(_spread(s, part.digits), ranks.get(e)) for e, s in zip(entries, ours, strict=True)],
             "95 % interval": [_interval(summary, part.digits) for summary in ours],
-            "paper": [_marked(_paper(e, part.digits), their_ranks.get(e)) for e in entries] if part.printed else [],
+            part.theirs: [_marked(_paper(e, part.digits), their_ranks.get(e)) for e in entries] if part.printed else [],
             "verdict": [_verdict(measured, entry) for entry in entries],
         }
         table.rows += [[row, name, *line] for name, line in lines.items() if name == "ours" or any(line)]

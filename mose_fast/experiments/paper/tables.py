@@ -32,7 +32,7 @@ from mose_fast.experiments.paper.description import (
     thousands,
 )
 from mose_fast.experiments.paper.dilemma_tables import bof, dilemma
-from mose_fast.experiments.paper.main_tables import cost, small_buffers, table1_cifar, table1_tiny, time
+from mose_fast.experiments.paper.main_tables import beyond, cost, small_buffers, table1_cifar, table1_tiny, time
 from mose_fast.present.published import Published, numbers
 from mose_fast.settings.run import ConfigError, method_settings, near_matches
 
@@ -317,4 +317,5 @@ TABLES: dict[str, Callable[[Presets], PaperTable]] = {
     "time": time,
     "dilemma": dilemma,
     "bof": bof,
+    "beyond": beyond,
 }

@@ -86,7 +86,7 @@ def test_experts_and_tasks_parsed_back_equal_the_inputs(sweep, read_page):
 def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_page, numbers):
     sweep, page = sweep
     heading, *rows = read_page(page).tables["comparisons"]
-    assert heading[-3:] == ["p (Wilcoxon)", "p (Holm)", "effect size"]
+    assert heading[-4:] == ["p (Wilcoxon)", "p (Holm)", "Holm interval", "effect size"]
     p = []
     for row, memory in zip(rows, (64, 128), strict=True):
         acc = {
@@ -104,6 +104,25 @@ def test_comparisons_are_paired_and_corrected_over_the_whole_table(sweep, read_p
     assert "2 of 2 comparisons rest on fewer than 6 common seeds" in page.read_text()
     corrected = [min(1, 2 * p[0]), max(2 * p[0], p[1])] if p[0] < p[1] else [max(2 * p[1], p[0]), min(1, 2 * p[1])]
     assert [numbers(row[8])[0] for row in rows] == pytest.approx([min(1, c) for c in corrected], abs=2e-4)
+    for row, c in zip(rows, corrected, strict=True):
+        low, high = numbers(row[9])
+        assert (low <= 0 <= high) == (c >= 0.05)
+
+
+def test_every_setting_against_a_chosen_one(make, tmp_path, read_page, numbers, no_figures):
+    presets = ("released", "paper")
+    results = {(p, m): [make(s, preset=p, memory=m) for s in range(2)] for p in presets for m in (64, 128)}
+    command = ["report", str(tmp_path / "runs"), "--against", "MOSE paper"]
+    assert main(command) == 0
+    page = tmp_path / "runs" / "report" / "report.html"
+    _, *rows = read_page(page).tables["comparisons"]
+    assert [row[:3] for row in rows] == [["64", "MOSE released", "MOSE paper"], ["128", "MOSE released", "MOSE paper"]]
+    for row, memory in zip(rows, (64, 128), strict=True):
+        ours, theirs = ([r["acc"]["ncm"]["4"] for r in results[p, memory]] for p in presets)
+        assert numbers(row[4]) == pytest.approx([100 * (np.mean(ours) - np.mean(theirs))], abs=0.051)
+    assert "every setting against MOSE paper" in page.read_text() and "chosen by these" not in page.read_text()
+    with pytest.raises(RunError, match=r"against is 'MOSE papr'; wanted one of MOSE paper, MOSE released"):
+        write_report([tmp_path / "runs"], against="MOSE papr")
 
 
 def test_exports_hold_the_same_numbers(sweep, read_page, numbers):

@@ -16,6 +16,7 @@ from mose_fast.present.statistics import (
     code_warnings,
     compare,
     compare_all,
+    correct,
     holm,
     summarise,
 )
@@ -78,7 +79,7 @@ def test_paired_comparison_by_hand():
     assert found.t_p == pytest.approx(1 - t / math.sqrt(t * t + 2))
     # All three ranks are positive: 2 of 2^3 sign patterns are as extreme.
     assert found.wilcoxon_p == pytest.approx(0.25)
-    assert found.holm_p == found.t_p
+    assert (found.holm_p, found.holm_interval) == (found.t_p, found.interval)
     assert found.warnings == ["mose and er have 3 seeds in common; fewer than 6 are too few to show much"]
 
 
@@ -151,6 +152,50 @@ def test_holm_by_hand():
     assert found[0::2] == pytest.approx([0.02, 0.02])
     assert math.isnan(found[1])
     assert holm([]) == []
+
+
+def test_holm_intervals_by_hand():
+    """Four differences over three seeds, each with standard deviation 0.01, so a standard error of
+    0.01 / sqrt(3) = 0.0057735, and t by the mean: 0.20 is t = 34.6, 0.06 is 10.4, 0.04 is 6.9.
+    """
+
+    def about(mean):
+        return compare({0: mean - 0.01, 1: mean, 2: mean + 0.01}, dict.fromkeys(range(3), 0.0))
+
+    # p is 1 - t / sqrt(t^2 + 2): 0.00083, 0.0091, 0.0202, 0.38; Holm's 0.0033, 0.0274, 0.0404,
+    # 0.38. The steps have levels 1 - 0.05 / 4, / 3, / 2, / 1: upper tails q of 0.00625, 0.0083333,
+    # 0.0125, 0.025, at which t with 2 degrees of freedom is (1 - 2 q) / sqrt(2 q (1 - q)).
+    quantiles = [8.860, 7.649, 6.205, 4.303]
+    means = [0.20, 0.06, 0.04, 0.0065]
+    found = correct(map(about, [means[2], means[0], means[3], means[1]]))
+    found = [found[1], found[3], found[0], found[2]]
+    assert [c.holm_p < 0.05 for c in found] == [True, True, True, False]
+    for c, mean, quantile in zip(found, means, quantiles, strict=True):
+        half = quantile * 0.01 / math.sqrt(3)
+        assert c.holm_interval == pytest.approx((mean - half, mean + half), abs=2e-5)
+        assert c.interval == pytest.approx((mean - T_2 * 0.0057735, mean + T_2 * 0.0057735), abs=2e-5)
+
+    # The test stops at its second step, since p = 0.0276 > 0.05 / 3: the others keep its level.
+    found = correct(map(about, [0.20, 0.034, 0.034, 0.0065]))
+    for c, quantile in zip(found, [8.860, 7.649, 7.649, 7.649], strict=True):
+        assert c.holm_interval[1] - c.difference == pytest.approx(quantile * 0.0057735, abs=2e-5)
+    # A comparison without an interval does not count.
+    assert correct([about(0.2), compare({0: 0.1}, {0: 0.2})])[0].holm_interval == about(0.2).interval
+
+
+def test_holm_intervals_exclude_zero_where_the_corrected_p_is_small():
+    rng = np.random.default_rng(3)
+    excluded = 0
+    for _ in range(200):
+        found = correct(
+            compare(dict(enumerate(rng.normal(mean, 1, n))), dict.fromkeys(range(n), 0.0))
+            for mean, n in zip(rng.choice([0, 0.8, 2], 5), rng.integers(3, 9, 5), strict=True)
+        )
+        outside = [not c.holm_interval[0] <= 0 <= c.holm_interval[1] for c in found]
+        assert outside == [c.holm_p < 0.05 for c in found]
+        assert all(c.holm_interval[0] <= c.interval[0] + 1e-12 for c in found)
+        excluded += sum(outside)
+    assert 100 < excluded < 900
 
 
 def test_table_of_comparisons():

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mose_fast.app.cli import main
+from mose_fast.experiments.paper.main_tables import BEYOND_PRESETS
 from mose_fast.experiments.paper.pages import overview
 from mose_fast.experiments.paper.plan import Plan
 from mose_fast.experiments.paper.tables import TABLES
@@ -134,6 +135,26 @@ def test_all_baselines(tmp_path, engine, trial, capsys):
     best = max(re.findall(r"\| ours \| (\S+)", page), key=lambda text: float(text.strip("*")))
     assert best.startswith("**")
     assert "| MOSE | paper | *35.1 ± 0.4* |" in page
+
+
+@pytest.mark.slow
+def test_presets_beyond_the_paper(tmp_path, engine, trial, capsys):
+    """Their rows have what predict() would score, beside the best published."""
+    engine()
+    command = ["paper", "beyond", *trial, "--seeds", "0,1", "--set", "memory=64", "--out", str(tmp_path)]
+    assert main([*command, "--dry-run"]) == 0
+    assert "| mose+ | best published | 40.1 | 48.5 | 56.5 |" in capsys.readouterr().out
+    assert main(command) == 0
+    runs = [read_run(path.parent)[1] for path in tmp_path.glob("*/results.json")]
+    assert len(runs) == 3 * 2  # memory and stream are the same in all of them
+    found = cells(tmp_path / "beyond-trial.csv")
+    for row in BEYOND_PRESETS:
+        of_preset = [results for results in runs if results["config"]["preset"] == row]
+        own = [100 * r["acc"][r["resolved"]["classifier"]][r["resolved"]["expert"]] for r in of_preset]
+        mine = [cell for (_, name, _), cell in found.items() if name == row]
+        assert len(mine) == 6 and {cell["n"] for cell in mine} == {"2"}
+        assert [float(cell["ours"]) for cell in mine] == pytest.approx([sum(own) / 2] * 6, abs=0.006)
+    assert "| mose+ | best published | 40.1 | 48.5 | 56.5 |" in (tmp_path / "beyond-trial.md").read_text()
 
 
 def test_dry_run(tmp_path, engine, trial, capsys):
