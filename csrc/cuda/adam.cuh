@@ -92,7 +92,6 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
   float* weights = params.master + tensor.start;
   float* exp_avg = params.exp_avg + tensor.start;
   float* exp_avg_sq = params.exp_avg_sq + tensor.start;
-  [[maybe_unused]] float* average = kAverage ? params.average + tensor.start : nullptr;
   const int64_t whole = aligned ? first + (last - first) / 4 * 4 : first;
   for (int64_t i = first + 4 * threadIdx.x; i < whole; i += 4 * static_cast<int64_t>(blockDim.x)) {
     const auto g = Vec<Gradient, 4>::load(gradients + i);
@@ -102,7 +101,7 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
     load_floats(exp_avg + i, m);
     load_floats(exp_avg_sq + i, v);
     if constexpr (kAverage) {
-      load_floats(average + i, a);
+      load_floats(params.average + tensor.start + i, a);
     }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -118,7 +117,7 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
       Vec<__nv_bfloat16, 4>::pack(w).store(params.shadow + tensor.start + i);
     }
     if constexpr (kAverage) {
-      Vec<float, 4>::pack(a).store(average + i);
+      Vec<float, 4>::pack(a).store(params.average + tensor.start + i);
       if (params.average_shadow != nullptr) {
         Vec<__nv_bfloat16, 4>::pack(a).store(params.average_shadow + tensor.start + i);
       }
@@ -130,9 +129,10 @@ __device__ void adam_piece(const AdamPieces& params, const AdamPart& tensor, int
       params.shadow[tensor.start + i] = __float2bfloat16_rn(weights[i]);
     }
     if constexpr (kAverage) {
-      adam_follow(params.settings, weights[i], average[i]);
+      float& average = params.average[tensor.start + i];
+      adam_follow(params.settings, weights[i], average);
       if (params.average_shadow != nullptr) {
-        params.average_shadow[tensor.start + i] = __float2bfloat16_rn(average[i]);
+        params.average_shadow[tensor.start + i] = __float2bfloat16_rn(average);
       }
     }
   }
