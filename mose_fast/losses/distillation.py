@@ -27,8 +27,5 @@ def distillation(
         logits = [given.masked_fill(~classes, -1e30) for given in logits]
     log_student, log_teacher = (given.log_softmax(-1) for given in logits)
     each = (log_teacher.exp() * (log_teacher - log_student)).sum(-1)
-    if views is None:
-        means = each.mean(-1)
-    else:
-        means = torch.where(views, each, 0).sum(-1) / views.sum().clamp_min(1)
+    means = each.mean(-1) if views is None else torch.where(views, each, 0).sum(-1) / views.sum().clamp_min(1)
     return temperature**2 * means.sum()
