@@ -159,7 +159,6 @@ def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
         {"name": "derpp", "kernels": "fused", "options": {"memory_policy": "balanced", "passes": "separate"}},
         {"name": "derpp", "options": {"iterations": 2}},
         {"name": "er", "options": {"teacher": "momentum", "teacher_raw": True, "predict_with": "mean"}},
-        {"name": "gsa", "kernels": "fused", "precision": "bf16", "options": TAUGHT},
         {"name": "mose", "kernels": "fused", "precision": "bf16", "options": {"experts": 2, **TAUGHT}},
     ],
     ids=str,
