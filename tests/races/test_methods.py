@@ -158,7 +158,6 @@ def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
         {"name": "scr", "kernels": "fused", "precision": "bf16", "options": {"review": True}},
         {"name": "derpp", "kernels": "fused", "options": {"memory_policy": "balanced", "passes": "separate"}},
         {"name": "er", "options": {"teacher": "momentum", "teacher_raw": True, "predict_with": "mean"}},
-        {"name": "gsa", "kernels": "fused", "precision": "bf16", "options": TAUGHT},
         {"name": "mose", "kernels": "fused", "precision": "bf16", "options": {"experts": 2, **TAUGHT}},
         {"name": "derpp", "options": {"iterations": 2, "logit_adjustment": 1.0, "view_chain": 0.8}},
         {"name": "mose", "kernels": "fused", "options": {"logit_adjustment": 1.0, "view_chain": 0.8}},

@@ -160,9 +160,10 @@ def test_an_average_that_only_predicts_changes_no_step(kernels, make, teach):
 # Prediction and pull-back
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("statistics", ["batch", "running"])
-@pytest.mark.parametrize("which", ["teacher", "mean"])
+@pytest.mark.parametrize(
+    ("which", "statistics", "kernels"),
+    [("teacher", "batch", "torch"), ("teacher", "running", "fused"), ("mean", "running", "torch")],
+)
 def test_it_predicts_with_the_weights_that_are_asked_for(which, statistics, kernels, make, teach, batch):
     options = {"predict_with": which, "teacher_statistics": statistics, "teacher_rate": 0.25}
     learner = teach(make("mose", kernels=kernels, options=options))
@@ -197,9 +198,9 @@ def test_a_task_ends_with_the_weights_pulled_to_their_average(make, teach, batch
 # A state, a loss that is not finite, refusals
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize(
-    ("name", "options"), [("er", RAW | {"teacher_start": "scaled"}), ("gsa", TAUGHT), ("mose", RUNNING)]
+    ("name", "options", "kernels"),
+    [("er", RAW | {"teacher_start": "scaled"}, "fused"), ("gsa", TAUGHT, "torch"), ("mose", RUNNING, "fused")],
 )
 def test_a_learner_continues_from_a_state_within_a_task(name, options, kernels, make, teach, batch):
     learner, other = (make(name, kernels=kernels, options=options) for _ in range(2))
