@@ -159,10 +159,10 @@ class OnlineClassifier(ClassifierMixin, BaseEstimator):
         By the linear classifier, the softmax of the logits; by others, of their scores. The
         nearest-class-mean classifier, which ``mose`` and ``scr`` have by default, knows distances
         alone, as ``residual`` does: its probabilities are those of Gaussians of variance 1 around
-        the class means of normalised features, all classes equally frequent. That is the softmax of -d**2 / 2, or of the cosine similarities. They
-        order the classes, but are close to each other: features are not negative, so that no class
-        is more than e times as probable as another. Classes without an image in the memory have
-        probability 0.
+        the class means of normalised features, all classes equally frequent. That is the softmax of
+        -d**2 / 2, or of the cosine similarities. They order the classes, but are close to each
+        other: features are not negative, so that no class is more than e times as probable as
+        another. Classes without an image in the memory have probability 0.
         """
         check_is_fitted(self)
         scores = self._scores(X).double()

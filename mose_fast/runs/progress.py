@@ -24,8 +24,8 @@ from mose_fast.threads import crowding
 # for the losses and always shows batches a second.
 _BAR = "{desc}: {percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
-# Columns of the table of accuracies. Where not all tasks fit, it shows the mean, the newest task and
-# the worst old task.
+# Columns of the table of accuracies. Where not all tasks fit, it shows the mean, the newest task
+# and the worst old task.
 _COLUMNS = 100
 
 # A terminal of at least this width has room for every loss beside their sum.
