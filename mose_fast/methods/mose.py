@@ -188,6 +188,14 @@ MOSE_PRESETS: dict[str, dict[str, Any]] = {
         "augment": "simclr",
         "mean_of_experts": "logit",
     },
+    "mose+": {"classifier": "lda_adjusted", "expert": "mean"},
+    "mose++": {
+        "classifier": "lda_adjusted",
+        "expert": "mean",
+        "teacher": "momentum",
+        "teacher_raw": True,
+        "predict_with": "mean",
+    },
 }
 
 
@@ -267,6 +275,8 @@ class StepViews(NamedTuple):
     presets={
         "released": Preset("AnAppleCore/MOSE @ c24a0e6", MOSE_PRESETS["released"]),
         "paper": Preset("CVPR 2024, the text taken literally", MOSE_PRESETS["paper"]),
+        "mose+": Preset("docs/beyond.md: the best at the cost of `released`", MOSE_PRESETS["mose+"]),
+        "mose++": Preset("docs/beyond.md: the best at up to twice that cost", MOSE_PRESETS["mose++"]),
     },
     year=2024,
     reference="Orchestrate Latent Expertise, Yan et al., CVPR 2024",

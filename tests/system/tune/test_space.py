@@ -11,7 +11,7 @@ from mose_fast.experiments.tune.space import Axis, check_values, declared_space,
 from mose_fast.learner.named_settings import all_settings, with_changes
 from mose_fast.methods import METHODS, BaselineOptions
 from mose_fast.settings.knob import Search
-from mose_fast.settings.run import METHOD_SETTINGS, ConfigError, RunConfig
+from mose_fast.settings.run import METHOD_SETTINGS, BeyondOptions, ConfigError, RunConfig
 
 SMALL = ("--width", "1", "--memory", "64", "--limit-per-task", "20", "--device", "cpu")
 
@@ -32,7 +32,8 @@ def test_declared_ranges_are_usable_and_hold_the_usual_values(method):
             assert axis.search.low > 0
         assert axis.holds(getattr(base.options, name.removeprefix("options.")))
     assert METHOD_SETTINGS[method].options is type(base.options)
-    shared = {f"options.{field.name}" for field in dataclasses.fields(BaselineOptions)}
+    of_many = [field.name for kind in (BaselineOptions, BeyondOptions) for field in dataclasses.fields(kind)]
+    shared = {f"options.{name}" for name in of_many}
     own = {name for name, s in all_settings(method).items() if name.startswith("options.") and s.type == "float"}
     assert axes.keys() & (own - shared) or not own - shared
 

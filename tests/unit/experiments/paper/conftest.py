@@ -14,12 +14,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 from mose_fast.experiments import sweep as scheduler
-from mose_fast.experiments.paper.main_tables import BEYOND_PRESETS
 from mose_fast.experiments.step_cost import Cost
 from mose_fast.experiments.worker import run_cell
-from mose_fast.learner.about import Preset
-from mose_fast.methods import find_method
-from mose_fast.settings.run import method_settings
 from mose_fast.train import run
 from tests.made_up import write_run
 from tests.paths import SHARED
@@ -30,19 +26,6 @@ PAPER = SHARED / "paper" / "mose_cvpr2024.tex"
 @pytest.fixture(autouse=True)
 def always_one_thread(one_thread):
     """Of every test here."""
-
-
-@pytest.fixture(autouse=True, scope="session")
-def presets_beyond_the_paper():
-    """Stand-ins until MOSE has them: another classifier, and one expert less for the second."""
-    about, settings = find_method("mose").about, method_settings("mose")
-    with pytest.MonkeyPatch.context() as patch:
-        for experts, name in zip((4, 3), BEYOND_PRESETS, strict=True):
-            if name not in settings.presets:
-                changes = {"classifier": "linear", "experts": experts}
-                patch.setitem(about.presets, name, Preset("stand-in", changes))
-                patch.setitem(settings.presets, name, changes)
-        yield
 
 
 @pytest.fixture(scope="session")
