@@ -28,8 +28,7 @@ endif
 export TORCH_CUDA_ARCH_LIST
 
 VENV := .venv
-# Python compiles what is imported, a small part of what is installed.
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 # Prints what a step does and, every ten seconds, how long it has taken. Shows the step's own output only if it fails.
 STEP := @$(VENV)/bin/python -m build_tools.announce
 NATIVE := setup.py pyproject.toml $(wildcard build_tools/*.py) $(shell find csrc -type f)
