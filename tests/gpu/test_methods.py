@@ -152,7 +152,6 @@ def test_gdumb_trains_alike_when_it_is_asked():
     [
         ("fp32", {}),
         ("bf16", {}),
-        ("fp32", TAUGHT | {"teacher_rows": "buffer"}),
         ("bf16", TAUGHT | {"teacher_rows": "buffer"}),
         ("bf16", {"logit_adjustment": 1.0, "view_chain": 0.8}),
     ],

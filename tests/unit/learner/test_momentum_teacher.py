@@ -70,12 +70,12 @@ def test_classes_and_views_that_do_not_count_have_neither_part_nor_gradient():
     assert torch.allclose(loss, distillation(student[:, views][..., classes], teacher[:, views][..., classes], 3.0))
     (gradient,) = torch.autograd.grad(loss, student)
     assert not gradient[:, ~views].any() and not gradient[..., ~classes].any() and gradient[:, views].any()
-    assert float(distillation(student, teacher, 3.0, views=torch.zeros(5, dtype=torch.bool))) == 0
+    assert distillation(student, teacher, 3.0, views=torch.zeros(5, dtype=torch.bool)).item() == 0
 
 
-@pytest.mark.parametrize("outputs", ["each", "last"])
-@pytest.mark.parametrize("rows", ["all", "buffer"])
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("raw", "rows", "outputs"), [(False, "all", "last"), (False, "buffer", "each"), (True, "all", "each")]
+)
 def test_the_loss_of_mose_view_by_view(raw, rows, outputs, make, teach, batch):
     """Of new rows and of buffer rows, each in two fixed copies and then these augmented."""
     options = TAUGHT | {"teacher_raw": raw, "teacher_rows": rows, "teacher_outputs": outputs, "experts": 2}
@@ -128,8 +128,13 @@ def test_the_loss_of_gsa_has_its_rows_raw_and_its_seen_classes_alone(passes, mak
     assert found == pytest.approx(5.5 * 16 * float(sum(both)) / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["er", "er-ace", "derpp", "gsa", "ssil", "mose"])
-@pytest.mark.parametrize("options", [TAUGHT, RAW, RUNNING])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("er", TAUGHT), ("er-ace", RAW), ("derpp", RUNNING), ("gsa", RAW), ("ssil", TAUGHT)),
+        *(("mose", TAUGHT), ("mose", RAW), ("mose", RUNNING)),
+    ],
+)
 def test_it_follows_the_weights(name, options, make, teach, batch):
     learner = teach(make(name, options=options), tasks=(0,))
     learner.end_task()

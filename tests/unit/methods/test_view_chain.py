@@ -54,8 +54,7 @@ def levels_of(learner, step, raw: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("passes", ["joint", "separate"])
-@pytest.mark.parametrize("augment", ["simclr", "pad_crop"])
+@pytest.mark.parametrize(("passes", "augment"), [("joint", "pad_crop"), ("separate", "simclr")])
 def test_er(make, teach, batch, passes, augment):
     learner = make("er", mirror="on", options={**SGD, **CHAIN, "augment": augment, "passes": passes})
     teach(learner, steps=2)
@@ -135,7 +134,7 @@ def test_a_step_of_mose(make, teach, batch):
         assert learner.weights_hash() != plain.weights_hash()
 
 
-@pytest.mark.parametrize("method", ["er", "er-ace", "derpp", "gsa", "mose"])
+@pytest.mark.parametrize("method", ["er", "gsa", "mose"])
 def test_a_loaded_learner_continues_exactly(method, make, teach, batch):
     """Views are those of the seed and the step, and every method trains."""
     learner = teach(make(method, mirror="on", options=CHAIN))
