@@ -363,13 +363,7 @@ class ReplayOptions(MethodOptions):
         cost=False,
     )
     teacher_temperature: float = knob(4.0, "T, which logits are divided by for the teacher's loss", "MKD", above=0)
-    teacher_weight: float = knob(
-        5.5,
-        "weight of T^2 KL(teacher || student), a mean over views",
-        "MKD",
-        low=0,
-        search=Search(0.5, 16, log=True, source="choice: from a tenth of MKD's 5.5 to three times it"),
-    )
+    teacher_weight: float = knob(5.5, "weight of T^2 KL(teacher || student), a mean over views", "MKD", low=0)
     teacher_rows: str = knob(
         "all",
         "rows that the teacher teaches",
