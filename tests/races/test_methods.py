@@ -160,7 +160,7 @@ def test_what_a_method_keeps_of_its_own(tmp_path, monkeypatch):
         {"name": "er", "options": {"teacher": "momentum", "teacher_raw": True, "predict_with": "mean"}},
         {"name": "mose", "kernels": "fused", "precision": "bf16", "options": {"experts": 2, **TAUGHT}},
         {"name": "derpp", "options": {"iterations": 2, "logit_adjustment": 1.0, "view_chain": 0.8}},
-        {"name": "mose", "kernels": "fused", "options": {"logit_adjustment": 1.0, "view_chain": 0.8}},
+        {"name": "mose", "kernels": "fused", "options": {"experts": 2, "logit_adjustment": 1.0, "view_chain": 0.8}},
     ],
     ids=str,
 )
