@@ -64,10 +64,8 @@ def evaluate_learner(
     # Predictions go to the host once for the memory and once for the test images, and are counted
     # there. Samples that are held out, which are the last ones, were never trained on.
     trained = memory.drawable
-    stored, predicted = (
-        memory.labels[:trained].cpu(),
-        classify(features[:, :trained], logits[:, :trained], fitted, names),
-    )
+    stored = memory.labels[:trained].cpu()
+    predicted = classify(features[:, :trained], logits[:, :trained], fitted, names)
     buffer = _by_task(on_host([predicted]), stored, task_of_class[stored], task)
 
     of_tasks = [stream.test_rows(t) for t in range(task + 1)]

@@ -28,6 +28,15 @@ def weights(learner) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in learner.network.parameters()]
 
 
+def networks(learner) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Copies of the network in training mode, the second with the averages as its weights."""
+    student = copy.deepcopy(learner.network).train()
+    teacher = copy.deepcopy(student)
+    for parameter, average in zip(teacher.parameters(), averages(learner), strict=True):
+        parameter.data.copy_(average)
+    return student, teacher
+
+
 def all_equal(found, wanted) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -82,10 +91,7 @@ def test_the_loss_of_mose_view_by_view(raw, rows, outputs, make, teach, batch):
     learner = teach(make("mose", options=options))
     plans = []
     learner.plan = lambda x, y: plans.append(type(learner).plan(learner, x, y)) or plans[-1]
-    student = copy.deepcopy(learner.network).train()
-    teacher = copy.deepcopy(student)
-    for parameter, average in zip(teacher.parameters(), averages(learner), strict=True):
-        parameter.data.copy_(average)
+    student, teacher = networks(learner)
     found = float(learner.observe(*batch([2, 3] * 5, seed=9), 1)["teacher"])
 
     (plan,) = plans
@@ -108,10 +114,7 @@ def test_the_loss_of_gsa_has_its_rows_raw_and_its_seen_classes_alone(passes, mak
     learner = teach(make("gsa", options=RAW | {"passes": passes}))
     given = []
     learner.inputs = lambda *how: given.append(type(learner).inputs(learner, *how)) or given[-1]
-    student = copy.deepcopy(learner.network).train()
-    teacher = copy.deepcopy(student)
-    for parameter, average in zip(teacher.parameters(), averages(learner), strict=True):
-        parameter.data.copy_(average)
+    student, teacher = networks(learner)
     found = float(learner.observe(*batch([2, 3] * 5, seed=9), 1)["teacher"])
 
     (rows,) = given
