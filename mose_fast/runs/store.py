@@ -320,6 +320,8 @@ def collect(folder: str | Path) -> tuple[pandas.DataFrame, list[str]]:
     with tempfile.TemporaryDirectory() as temporary:
         made = Store(folder, Path(temporary) / STORE)
         made.add(*sorted(rows, key=lambda row: (row["finished_at"], row["folder"])))
+        # SQLite would undo a transaction of the old table in the new one.
+        Path(f"{target}-journal").unlink(missing_ok=True)
         write_atomically(target, made.path.read_bytes(), "Free some space, then collect again")
     return read_store(folder), skipped
 
@@ -376,7 +378,9 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _readable(path: Path) -> closing[sqlite3.Connection]:
-    return closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30))
+    # Not "ro": whoever reads first after a killed writer has to undo its transaction. SQLite opens a file that must not
+    # be written for reading.
+    return closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=30))
 
 
 def _check_format(database: sqlite3.Connection, path: Path) -> None:

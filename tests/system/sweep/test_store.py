@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -89,6 +91,32 @@ def test_a_crash_leaves_no_half_row(tmp_path, finish):
     assert len(read_store(tmp_path)) == 0
     table.add(row)
     assert len(read_store(tmp_path)) == 1
+
+
+# With a cache of one page, what a transaction changes is in the file before its end.
+KILLED_WRITER = """
+import os, sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+database.execute("PRAGMA cache_size = 1")
+for _ in range(3):
+    database.execute("INSERT INTO runs SELECT * FROM runs")
+    database.execute("UPDATE runs SET seed = 99")
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_what_a_killed_writer_began_is_undone(tmp_path, finish, damaged):
+    Store(tmp_path).add(*(finish(f"seed-{seed}", seed) for seed in range(4)))
+    before = read_store(tmp_path)
+    subprocess.run([sys.executable, "-c", KILLED_WRITER, tmp_path / STORE], check=True)
+    journal = tmp_path / f"{STORE}-journal"
+    assert journal.exists() and b"seed-0" in journal.read_bytes()
+    if damaged:  # what the journal holds belongs to a file that is replaced
+        (tmp_path / STORE).write_bytes(b"no database" * 999)
+        collect(tmp_path)
+    assert read_store(tmp_path).equals(before)
+    assert collect(tmp_path)[0].equals(before)
 
 
 def change_results(change):
