@@ -7,6 +7,7 @@ nor a gated map.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,12 @@ def align_conv(
     return AlignedMap(*_AlignConv.apply(*tensors, norm, stride, valid_rows, trains))
 
 
+def _constant_when_compiled(function: Callable) -> Callable:
+    # What torch.compiler.assume_constant_result does after importing torch._dynamo for two seconds.
+    function._dynamo_marked_constant = True
+    return function
+
+
 class Serves(NamedTuple):
     """Which kernels take maps of a dtype with given numbers of channels: ``any`` at all,
     ``fused_forward``: one kernel for both convolutions and the statistics, else the product with
@@ -139,7 +146,7 @@ class Serves(NamedTuple):
     fused_weights: bool
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int, stride: int = 1) -> Serves:
     """Asks the native library which kernels it has for maps of ``dtype`` with ``channels`` in and
     ``out_channels`` out; none without a library for GPUs.
@@ -149,7 +156,7 @@ def align_conv_serves(dtype: torch.dtype, channels: int, out_channels: int, stri
     return Serves(*_loader.native.align_conv_serves(dtype, channels, out_channels, stride))
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _serves_form(stride: int, prologue: bool, gate: bool) -> bool:
     return _loader.native.align_conv_serves_form(stride, prologue, gate)
 

@@ -378,8 +378,8 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _readable(path: Path) -> closing[sqlite3.Connection]:
-    # Not "ro": whoever reads first after a killed writer has to undo its transaction. SQLite opens a file that must not
-    # be written for reading.
+    # Not "ro": whoever reads first after a killed writer has to undo its transaction.
+    # SQLite opens a file that must not be written for reading.
     return closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=30))
 
 

@@ -124,7 +124,11 @@ def expect_equal_steps(
 ) -> None:
     captured = outcome(settings(**config, step="captured"), out / "captured", monkeypatch, broken)
     eager = outcome(settings(**config, step="eager"), out / "eager", monkeypatch)
-    assert captured[:3] == eager[:3]
+    assert captured.accuracy == eager.accuracy
+    # Not the bytes themselves, whose differences pytest would work out for minutes.
+    assert captured.state.keys() == eager.state.keys()
+    assert [name for name, kept in captured.state.items() if kept != eager.state[name]] == []
+    assert captured.losses == eager.losses
     assert (eager.graphs, eager.replays) == (0, 0) and captured.graphs > 0 and captured.replays > 1
     if config.get("feed") == "dali":
         return  # The simulated views are not DALI's.

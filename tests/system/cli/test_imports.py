@@ -37,6 +37,12 @@ def test_answers_without_heavy_imports():
     assert told == [f"imported: {command}" for command in COMMANDS], done.stderr
 
 
+def test_methods_are_listed_without_the_compiler_of_torch():
+    code = "import sys; from mose_fast.app.cli import main; main(['list', 'methods']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "torch._dynamo" not in done.stdout.splitlines()[-1].split()
+
+
 def test_every_public_name_is_found_and_an_unknown_one_is_an_attribute_error():
     for name in mose_fast.__all__:
         assert getattr(mose_fast, name) is not None
