@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections import defaultdict
+import zlib
 from pathlib import Path
 
 import pytest
@@ -41,41 +41,25 @@ LONGEST = (
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--third",
-        type=int,
-        choices=(0, 1, 2),
-        help="of each slow test with eight cases or more only a third: every third method or kernel, from this one on",
-    )
+    parser.addoption("--half", type=int, choices=(0, 1), help="of the slow tests, one half or the other")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Files in the order above, and with ``--third`` not all tests. The order is only of use with
-    ``--no-loadscope-reorder``, or pytest-xdist sorts files by their numbers of tests.
+    """Files in the order above, of slow tests half if ``--half`` says so. The order is only of use
+    with ``--no-loadscope-reorder``, or pytest-xdist sorts files by their numbers of tests.
     """
     place = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
-    if (third := config.getoption("--third")) is not None:
-        left_out = {item for cases in _slow_tests(items) if len(cases) >= 8 for item in _others(cases, third)}
+    if (half := config.getoption("--half")) is not None:
+        left_out = {item for item in items if item.get_closest_marker("slow") and _half(item) != half}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
-def _slow_tests(items):
-    """The cases of each slow test."""
-    tests = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow") and hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    return tests.values()
-
-
-def _others(cases, third):
-    """All but every third value of the parameter with most values."""
-    given = [{name: str(value) for name, value in case.callspec.params.items()} for case in cases]
-    values = {name: list(dict.fromkeys(one[name] for one in given)) for name in given[0]}
-    most = max(values, key=lambda name: len(values[name]))
-    return [case for case, one in zip(cases, given, strict=True) if values[most].index(one[most]) % 3 != third]
+def _half(item):
+    """The same for all slow tests of a method, or of a kernel, in one file."""
+    case = item.callspec.id.partition("-")[0] if hasattr(item, "callspec") else item.name
+    return zlib.crc32(f"{item.nodeid.partition('::')[0]} {case}".encode()) % 2
 
 
 @pytest.fixture

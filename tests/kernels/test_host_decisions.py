@@ -95,6 +95,7 @@ def test_ten_million_views_are_equal_under_nvcc(compiled, wanted_views):
     assert run(program, "views", SEED, VIEWS, 32, 32).decode().strip() == wanted_views
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_loader.native is None, reason="the native library is not built")
 def test_ten_million_views_of_the_native_op_are_equal(wanted_views):
     crc = 0

@@ -360,6 +360,7 @@ def test_resume_of_a_checkpoint_with_other_values(call, unfinished, values):
     refused(call, "resume", unfinished, says=("step-000000999.safetensors",))
 
 
+@pytest.mark.slow
 def test_events_on_a_full_disk_leave_no_traceback_of_a_thread(call, tiny, tmp_path, monkeypatch):
     kept = Path.open
     opened = []

@@ -244,6 +244,7 @@ def test_flags(house, case):
     check("flags", 120, make, case, least=70)
 
 
+@pytest.mark.slow
 def test_configuration_files(house, case, tmp_path):
     def make(rng, number):
         kind = rng.choice(("json", "json", "toml"))

@@ -80,6 +80,7 @@ def test_the_library_is_loaded_without_a_warning():
     assert use(None) == (f"{_loader.record['backend']} True", "")
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_package_without_library_warns_once_and_works(tmp_path):
     shutil.copytree(
         ROOT / "mose_fast", tmp_path / "mose_fast", ignore=shutil.ignore_patterns("*.so", "_build.json", "__pycache__")
@@ -114,6 +115,7 @@ def test_a_library_compiled_for_another_cuda_is_not_loaded(second):
     assert "it was compiled for CUDA 11.8" in warning and f"the torch that is running ({torch.__version__})" in warning
 
 
+@pytest.mark.slow
 def test_a_library_compiled_from_other_sources_is_not_loaded(second):
     """A checkout that was updated but not rebuilt."""
     printed, stderr = use(second(sources="0123456789abcdef"))
@@ -155,6 +157,7 @@ def test_a_library_is_stale_only_where_its_own_sources_changed(tmp_path, room, s
     assert {backend for backend in before if source_hash(tmp_path, backend) != before[backend]} == stale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", [None, "", '{"torch": 2}'])
 def test_a_library_without_a_sound_record_is_not_loaded(second, record):
     folder = second()
@@ -181,6 +184,7 @@ def recorded(tmp_path):
     return library
 
 
+@pytest.mark.slow
 def test_a_cut_library_is_not_loaded(recorded):
     """The kernel kills a process that reads a page of it which is not there."""
     whole = recorded.stat().st_size
@@ -208,6 +212,7 @@ def test_a_whole_library_comes_to_be_loaded(recorded):
     assert "does not load" in _loader._load(recorded.parent)[2]  # it is none of ours
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_library_is_no_traceback(second):
     folder = second(library=None)
     library = folder / Path(_loader.native.__file__).name
@@ -218,6 +223,7 @@ def test_a_file_that_is_no_library_is_no_traceback(second):
     assert f"{library} does not load" in warning
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to make a library with an undefined symbol")
 def test_an_undefined_symbol_is_no_traceback(tmp_path):
     source = tmp_path / "broken.cpp"

@@ -37,6 +37,7 @@ def run_setup(arguments: list[str], environment: dict[str, str]) -> subprocess.C
     )
 
 
+@pytest.mark.slow
 def test_version_needs_no_cuda(tmp_path):
     done = run_setup(["--version"], bare_environment(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -82,6 +83,7 @@ def test_a_wrong_setting_is_one_clear_line(tmp_path, changes, message):
     assert done.stderr.strip().splitlines()[-1] == f"mose_fast: {message}"
 
 
+@pytest.mark.slow
 def test_an_isolated_build_asks_for_the_torch_that_is_installed():
     ask = (
         "from build_tools import backend; print(backend.get_requires_for_build_wheel(),"

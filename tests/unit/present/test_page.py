@@ -46,6 +46,7 @@ def test_main_table_parsed_back_equals_the_inputs(sweep, read_page):
     assert rows == wanted
 
 
+@pytest.mark.slow
 def test_intervals_are_those_of_student(sweep, read_page, numbers):
     sweep, page = sweep
     heading, *rows = read_page(page).tables["estimates"]
@@ -218,6 +219,7 @@ def test_one_run_has_no_spread_and_no_interval(make, tmp_path, read_page):
     assert "so no interval" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_hundred_tasks_have_a_row_each(make, tmp_path, read_page):
     results = [make(seed, tasks=100) for seed in range(2)]
     seen = read_page(write_report([tmp_path / "runs"])[0])

@@ -99,6 +99,7 @@ def test_any_other_file_makes_a_folder_used(tmp_path, file):
     assert (tmp_path / file).read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_overwrite_leaves_what_lies_between_the_files_of_a_run(copy):
     mine = {
         "checkpoints/thesis.pt": "years",

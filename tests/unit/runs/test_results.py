@@ -146,6 +146,7 @@ def damaged(results):
     return dict(copies())
 
 
+@pytest.mark.slow
 def test_damaged_results_do_not_fit_the_schema(finished):
     copies = damaged(finished[1])
     assert len(copies) > 80
@@ -330,6 +331,7 @@ def test_a_resumed_run_adds_what_it_took_before(tmp_path):
     assert seconds["wall"] == pytest.approx(seconds["total"] + seconds["other"], abs=0.005)
 
 
+@pytest.mark.slow
 def test_a_process_knows_when_it_started():
     script = (
         "import time; time.sleep(0.5); from mose_fast.runs.clock import Clock, process_start; "

@@ -598,6 +598,7 @@ def test_a_damaged_tiny_zip_is_named(tmp_path):
 # Real data
 
 
+@pytest.mark.slow
 def test_real_cifar100(real_data):
     folder = real_data("cifar100")
     stream = load("split-cifar100", folder)

@@ -278,6 +278,7 @@ def test_nothing_is_read_that_was_never_written(plain):
     assert results["accuracy"] == plain[0]["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_second_thread_makes_no_run(tmp_path):
     """It would draw from the same random state. The same thread may, as a listener does here."""
     refused = []

@@ -57,6 +57,7 @@ def test_damaged_files_stop_a_run_that_may_go_on_without_them(tmp_path, damaged)
         assert resume(out)["skipped"] == files
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:memory is")
 @pytest.mark.parametrize("batch", [8, 1])
 def test_a_resumed_run_leaves_out_the_same_files(tmp_path, damaged, batch):
