@@ -26,10 +26,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-class Ten(NamedTuple):
-    """What ten steps gave: the minimised losses, then the weights and the teacher's, by name."""
+class Taught(NamedTuple):
+    """What a step gave: the minimised loss, then the weights and the teacher's, by name."""
 
-    losses: list[float]
+    loss: float
     weights: dict[str, Tensor]
     teacher: dict[str, Tensor]
 
@@ -41,63 +41,72 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum() / len(p)
 
 
-def twin(network: torch.nn.Module, steps: list[tuple[Tensor, Tensor]], eps: float) -> Ten:
-    """The steps on views [2 N, 3, H, W], augmented and then raw, with labels [N]."""
-    network.use_kernels("torch")
-    network = network.double().train()
-    weights = dict(network.named_parameters())
-    teacher = {name: RATE * weight.detach() for name, weight in weights.items()}
-    adam = torch.optim.Adam(network.parameters(), lr=LR, eps=eps)
-    losses = []
-    for views, labels in steps:
+class Twin:
+    """Network, teacher and Adam of a learner, from the state that it is in."""
+
+    def __init__(self, learner) -> None:
+        self.network = copy.deepcopy(learner.network).cpu()
+        self.network.use_kernels("torch")
+        self.network = self.network.double().train()
+        self.weights = dict(self.network.named_parameters())
+        averages = (average.cpu().double().clone() for average in learner.model.teacher.averages)
+        self.teacher = dict(zip(self.weights, averages, strict=True))
+        self.adam = torch.optim.Adam(self.network.parameters())
+        self.adam.load_state_dict(copy.deepcopy(learner.model.optimiser.state_dict()))
+
+    def step(self, views: Tensor, labels: Tensor) -> Taught:
+        """On views [2 N, 3, H, W], augmented and then raw, with labels [N]."""
         augmented, raw = views.double().chunk(2)
-        statistics = {name: buffer.clone() for name, buffer in network.named_buffers()}
+        statistics = {name: buffer.clone() for name, buffer in self.network.named_buffers()}
         with torch.no_grad():
-            taught = functional_call(network, {**teacher, **statistics}, (augmented,)).logits[0]
-        of_augmented, of_raw = network(augmented).logits[0], network(raw).logits[0]
+            taught = functional_call(self.network, {**self.teacher, **statistics}, (augmented,)).logits[0]
+        of_augmented, of_raw = self.network(augmented).logits[0], self.network(raw).logits[0]
         cross_entropy = (of_augmented.exp().sum(1).log() - of_augmented[range(len(labels)), labels]).mean()
         both = divergence(taught, of_augmented) + divergence(taught, of_raw)
         loss = cross_entropy + WEIGHT / 2 * TEMPERATURE**2 * both
-        adam.zero_grad()
+        self.adam.zero_grad()
         loss.backward()
-        adam.step()
-        teacher = {name: (1 - RATE) * t + RATE * weights[name].detach() for name, t in teacher.items()}
-        losses.append(loss.item())
-    return Ten(losses, {name: weight.detach() for name, weight in weights.items()}, teacher)
+        self.adam.param_groups[0]["lr"] = LR
+        self.adam.step()
+        self.teacher = {name: (1 - RATE) * t + RATE * self.weights[name].detach() for name, t in self.teacher.items()}
+        return Taught(loss.item(), self.weights, self.teacher)
 
 
-def ten_steps(learner, size: int) -> tuple[Ten, Ten]:
-    """Ten steps of a learner of preset ``mkd``, four images each, and the twin's. For a learner in
-    float32 give Adam a large ``eps``: with 1e-8 it makes whole steps of what rounding leaves of
-    gradients that are zero.
+def ten_steps(learner, size: int, *, from_equal_states: bool = False) -> Iterator[tuple[Taught, Taught]]:
+    """Ten steps of a learner of preset ``mkd``, four images each, and the twin's. If asked
+    for, each step of the twin starts where the learner was before its step, else only the first.
+
+    For a learner in float32 give Adam a large ``eps``: with 1e-8 it makes whole steps of what
+    rounding leaves of gradients that are zero.
     """
-    before, steps, inputs, losses = copy.deepcopy(learner.network), [], learner.inputs, []
+    twin, last, inputs, train_on = Twin(learner), [], learner.inputs, learner.train_on
     wide = next(learner.network.parameters()).dtype
 
     def noted(*given):
         made = inputs(*given)
         made = made._replace(views=made.views.to(wide))
-        steps.append((made.views.cpu(), made.labels.cpu()))
+        last[:] = made.views.cpu(), made.labels.cpu()
         return made
 
     def in_its_dtype(*given):
         with default_dtype(wide):
             return train_on(*given)
 
-    train_on, learner.train_on = learner.train_on, in_its_dtype
-    learner.inputs = noted
+    learner.inputs, learner.train_on = noted, in_its_dtype
     noise = torch.Generator().manual_seed(1)
     for step in range(10):
         y = torch.tensor([0, 1, 1, 0]) + 2 * (step >= 4)
         x = torch.randint(0, 90, (4, size, size, 3), generator=noise) + 50 * y.view(-1, 1, 1, 1)
-        losses.append(float(learner.observe(x.to(torch.uint8), y, int(step >= 4))["loss"]))
-    names = [name for name, _ in learner.network.named_parameters()]
-    averages = dict(zip(names, learner.model.teacher.averages, strict=True))
-    weights = {name: weight.detach() for name, weight in learner.network.named_parameters()}
-    return Ten(losses, weights, averages), twin(before.cpu(), steps, learner.config.options.eps)
+        if from_equal_states:
+            twin = Twin(learner)
+        loss = float(learner.observe(x.to(torch.uint8), y, int(step >= 4))["loss"])
+        weights = dict(learner.network.named_parameters())
+        yield Taught(loss, weights, dict(zip(weights, learner.model.teacher.averages, strict=True))), twin.step(*last)
 
 
 def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The distance between two sets of tensors as a part of the second one's length."""
-    both = [torch.cat([tensors[name].double().cpu().flatten() for name in wanted]) for tensors in (found, wanted)]
+    both = [
+        torch.cat([tensors[name].detach().double().cpu().flatten() for name in wanted]) for tensors in (found, wanted)
+    ]
     return float((both[0] - both[1]).norm() / both[1].norm())
