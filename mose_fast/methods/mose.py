@@ -276,7 +276,7 @@ class StepViews(NamedTuple):
         "released": Preset("AnAppleCore/MOSE @ c24a0e6", MOSE_PRESETS["released"]),
         "paper": Preset("CVPR 2024, the text taken literally", MOSE_PRESETS["paper"]),
         "mose+": Preset("docs/beyond.md: the best at the cost of `released`", MOSE_PRESETS["mose+"]),
-        "mose++": Preset("docs/beyond.md: the best at up to twice that cost", MOSE_PRESETS["mose++"]),
+        "mose++": Preset("docs/beyond.md: the best of one step a batch at up to twice that", MOSE_PRESETS["mose++"]),
     },
     year=2024,
     reference="Orchestrate Latent Expertise, Yan et al., CVPR 2024",
