@@ -40,11 +40,11 @@ train: $(VENV)/package.stamp
 	$(VENV)/bin/mose-fast run --stream $(STREAM) $(STREAM_ARGS) --seed 0 --out $(OUT) --overwrite $(ARGS)
 
 # One worker for each core, with one thread each: two workers with two threads each are ten times slower on two cores.
-# Tests start Python a hundred times: what it compiles is kept, even where the environment says otherwise.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-  --durations 10
+# Tests start Python a hundred times: what it compiles is kept, even where the environment says otherwise.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+  --no-loadscope-reorder --durations 10
 
 test: $(VENV)/test.stamp
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

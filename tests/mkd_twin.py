@@ -42,17 +42,23 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 class Twin:
-    """Network, teacher and Adam of a learner, from the state that it is in."""
+    """Network, teacher and Adam, at first those of a learner that took no step yet."""
 
     def __init__(self, learner) -> None:
         self.network = copy.deepcopy(learner.network).cpu()
         self.network.use_kernels("torch")
         self.network = self.network.double().train()
         self.weights = dict(self.network.named_parameters())
+        self.teacher = {name: RATE * weight.detach() for name, weight in self.weights.items()}
+        self.adam = torch.optim.Adam(self.network.parameters(), lr=LR, eps=learner.config.options.eps)
+
+    def take_state(self, learner) -> None:
+        """Weights, averages and moments of a learner, none of its settings."""
+        self.network.load_state_dict(learner.network.state_dict())
         averages = (average.cpu().double().clone() for average in learner.model.teacher.averages)
         self.teacher = dict(zip(self.weights, averages, strict=True))
-        self.adam = torch.optim.Adam(self.network.parameters())
-        self.adam.load_state_dict(copy.deepcopy(learner.model.optimiser.state_dict()))
+        moments = copy.deepcopy(learner.model.optimiser.state_dict()["state"])
+        self.adam.load_state_dict(self.adam.state_dict() | {"state": moments})
 
     def step(self, views: Tensor, labels: Tensor) -> Taught:
         """On views [2 N, 3, H, W], augmented and then raw, with labels [N]."""
@@ -66,7 +72,6 @@ class Twin:
         loss = cross_entropy + WEIGHT / 2 * TEMPERATURE**2 * both
         self.adam.zero_grad()
         loss.backward()
-        self.adam.param_groups[0]["lr"] = LR
         self.adam.step()
         self.teacher = {name: (1 - RATE) * t + RATE * self.weights[name].detach() for name, t in self.teacher.items()}
         return Taught(loss.item(), self.weights, self.teacher)
@@ -98,7 +103,7 @@ def ten_steps(learner, size: int, *, from_equal_states: bool = False) -> Iterato
         y = torch.tensor([0, 1, 1, 0]) + 2 * (step >= 4)
         x = torch.randint(0, 90, (4, size, size, 3), generator=noise) + 50 * y.view(-1, 1, 1, 1)
         if from_equal_states:
-            twin = Twin(learner)
+            twin.take_state(learner)
         loss = float(learner.observe(x.to(torch.uint8), y, int(step >= 4))["loss"])
         weights = dict(learner.network.named_parameters())
         yield Taught(loss, weights, dict(zip(weights, learner.model.teacher.averages, strict=True))), twin.step(*last)

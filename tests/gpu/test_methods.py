@@ -131,12 +131,13 @@ def test_each_of_five_steps_is_that_of_pytorch_and_repeats_from_a_state(method, 
     assert apart(outputs, plain.outputs(x)) < 1e-3
 
 
-def test_each_of_ten_steps_of_mkd_is_that_of_plain_pytorch():
+@pytest.mark.parametrize(("from_equal_states", "of_losses", "near"), [(False, 1e-4, 1e-4), (True, 1e-5, 1e-6)])
+def test_ten_steps_of_mkd_are_those_of_plain_pytorch(from_equal_states, of_losses, near):
     learner = make("er", preset="mkd", options={"eps": 1e-2})
-    for found, wanted in mkd_twin.ten_steps(learner, 8, from_equal_states=True):
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
-        assert mkd_twin.apart(found.weights, wanted.weights) < 1e-6
-        assert mkd_twin.apart(found.teacher, wanted.teacher) < 1e-6
+    for found, wanted in mkd_twin.ten_steps(learner, 8, from_equal_states=from_equal_states):
+        assert found.loss == pytest.approx(wanted.loss, rel=of_losses)
+        assert mkd_twin.apart(found.weights, wanted.weights) < near
+        assert mkd_twin.apart(found.teacher, wanted.teacher) < near
 
 
 def test_gdumb_trains_alike_when_it_is_asked():
